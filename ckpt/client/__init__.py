@@ -1,0 +1,1 @@
+"""Typed gRPC clients of the staging server."""

@@ -1,0 +1,178 @@
+"""The one place that builds and parses object keys and the file names below a staging directory.
+
+Object keys are relative to the run's URL. In ``attempts/`` and ``manifests/`` every name begins with
+a descending number, so that the first key of a listing is the newest: a store can only list upwards,
+and "latest" must not cost more requests the more checkpoints there are.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePosixPath
+
+from ckpt.digest import digest, digest_hex
+from ckpt.errors import CorruptError
+from ckpt.format.ids import MAX_ATTEMPT, MAX_STEP, CheckpointId, split_run_url
+
+__all__ = [
+    "ATTEMPTS",
+    "DATA",
+    "INDEX",
+    "LAYOUTS",
+    "MANIFESTS",
+    "PINS",
+    "attempt_key",
+    "checkpoint_of_data_key",
+    "data_prefix",
+    "group_key",
+    "index_prefix",
+    "layout_key",
+    "local_checkpoint_dir",
+    "local_index_name",
+    "local_layout_path",
+    "local_segment_name",
+    "local_uploaded_name",
+    "manifest_key",
+    "parse_attempt_key",
+    "parse_group_key",
+    "parse_local_index_name",
+    "parse_manifest_key",
+    "parse_pin_key",
+    "pin_key",
+    "require_below",
+    "run_key",
+    "segment_key",
+]
+
+ATTEMPTS = "attempts/"
+MANIFESTS = "manifests/"
+DATA = "data/"
+INDEX = "index/"
+LAYOUTS = "layouts/"
+PINS = "pins/"
+
+_MANIFEST = re.compile(r"manifests/\d{18}\.(\d{12}\.a\d{6})\.pb")
+_ATTEMPT = re.compile(r"attempts/\d{6}\.(\d{6})\.json")
+_GROUP = re.compile(r"index/(\d{12}\.a\d{6})/group-(\d{5})-of-(\d{5})\.pb")
+_DATA = re.compile(r"data/[0-9a-f]{2}/(\d{12}\.a\d{6})/.+")
+_PIN = re.compile(r"pins/(\d{12}\.a\d{6})")
+_LOCAL_INDEX = re.compile(r"segment-(\d{5,})\.index")
+
+
+def attempt_key(attempt: int) -> str:
+    """``attempts/999996.000003.json``: newest attempt first."""
+    return f"{ATTEMPTS}{MAX_ATTEMPT - attempt:06d}.{attempt:06d}.json"
+
+
+def parse_attempt_key(key: str) -> int | None:
+    """Return the attempt number, or None for a foreign key."""
+    match = _ATTEMPT.fullmatch(key)
+    return int(match[1]) if match else None
+
+
+def manifest_key(ident: CheckpointId) -> str:
+    """``manifests/999996999999987999.000000012000.a000003.pb``: newest attempt, then highest step, first."""
+    order = f"{MAX_ATTEMPT - ident.attempt:06d}{MAX_STEP - ident.step:012d}"
+    return f"{MANIFESTS}{order}.{ident}.pb"
+
+
+def parse_manifest_key(key: str) -> CheckpointId | None:
+    """Return the checkpoint, or None for a foreign key."""
+    match = _MANIFEST.fullmatch(key)
+    return CheckpointId.parse(match[1]) if match else None
+
+
+def index_prefix(ident: CheckpointId) -> str:
+    """``index/<id>/``: where the group indexes of a checkpoint are."""
+    return f"{INDEX}{ident}/"
+
+
+def group_key(ident: CheckpointId, group: int, count: int) -> str:
+    """``index/<id>/group-00002-of-00012.pb``."""
+    return f"{INDEX}{ident}/group-{group:05d}-of-{count:05d}.pb"
+
+
+def parse_group_key(key: str) -> tuple[CheckpointId, int, int] | None:
+    """Return (checkpoint, group, count), or None for a foreign key."""
+    match = _GROUP.fullmatch(key)
+    return (CheckpointId.parse(match[1]), int(match[2]), int(match[3])) if match else None
+
+
+def segment_key(ident: CheckpointId, rank: int) -> str:
+    """``data/<hh>/<id>/segment-00017.safetensors``; hh spreads the ranks over store partitions."""
+    name = f"{ident}/segment-{rank:05d}.safetensors"
+    return f"{DATA}{digest(name.encode())[0]:02x}/{name}"
+
+
+def data_prefix(ident: CheckpointId, rank: int) -> str:
+    """The folder of :func:`segment_key`."""
+    return segment_key(ident, rank).rpartition("/")[0] + "/"
+
+
+def checkpoint_of_data_key(key: str) -> CheckpointId | None:
+    """Return the checkpoint whose segment is at ``key``, or None for a foreign key."""
+    match = _DATA.fullmatch(key)
+    return CheckpointId.parse(match[1]) if match else None
+
+
+def layout_key(layout_digest: bytes) -> str:
+    """``layouts/<32 hex digits>.pb``: content-addressed."""
+    return f"{LAYOUTS}{layout_digest.hex()}.pb"
+
+
+def pin_key(ident: CheckpointId) -> str:
+    """``pins/<id>``."""
+    return f"{PINS}{ident}"
+
+
+def parse_pin_key(key: str) -> CheckpointId | None:
+    """Return the pinned checkpoint, or None for a foreign key."""
+    match = _PIN.fullmatch(key)
+    return CheckpointId.parse(match[1]) if match else None
+
+
+def run_key(url: str) -> str:
+    """Folder of a run below ``<staging>/runs/``: its name and a hash of its whole URL.
+
+    Two runs of one name under different roots stay apart.
+    """
+    _, run = split_run_url(url)
+    return f"{run}-{digest_hex(url.rstrip('/').encode())[:12]}"
+
+
+def local_checkpoint_dir(ident: CheckpointId) -> str:
+    """Folder of a checkpoint below ``runs/<run_key>/``."""
+    return str(ident)
+
+
+def local_segment_name(rank: int) -> str:
+    return f"segment-{rank:05d}.safetensors"
+
+
+def local_index_name(rank: int) -> str:
+    """The sealed marker: written only after the segment of this rank is durable."""
+    return f"segment-{rank:05d}.index"
+
+
+def local_uploaded_name(rank: int) -> str:
+    """Written only after the segment's object is complete in the store."""
+    return f"segment-{rank:05d}.uploaded"
+
+
+def parse_local_index_name(name: str) -> int | None:
+    """Return the rank of a sealed marker, or None for any other file name."""
+    match = _LOCAL_INDEX.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def local_layout_path(layout_digest: bytes) -> str:
+    """Path of a layout below ``runs/<run_key>/``."""
+    return f"layouts/{layout_digest.hex()}.pb"
+
+
+def require_below(key: str) -> str:
+    """Return ``key`` unless it could leave its folder. Raises CorruptError."""
+    path = PurePosixPath(key)
+    if path.is_absolute() or ".." in path.parts or not key:
+        raise CorruptError("a stored key points outside its run", key=key)
+    return key

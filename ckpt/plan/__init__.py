@@ -1,0 +1,1 @@
+"""Pure decisions: who writes what, who reads what, what is kept."""

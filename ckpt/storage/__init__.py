@@ -1,0 +1,1 @@
+"""Bytes in and out: local direct I/O and object stores."""

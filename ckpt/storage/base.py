@@ -1,0 +1,106 @@
+"""The storage interface. Small on purpose: a method is here because a protocol needs it.
+
+A store is opened at a run's URL; keys are relative to it, ``/``-separated, without leading slash.
+
+ST1 A key is absent or holds one complete value. A reader never sees a partial value.
+ST2 When ``put``, ``put_new`` or ``put_parts`` returns, the value survives a crash of this process,
+    and of the host as far as the service promises.
+ST3 ``put_new`` stores the value only if the key is absent; of N racers exactly one returns normally.
+    Where ``probe_conditional`` returned False the store cannot promise this and callers must not rely on it.
+ST4 ``list_keys`` sees every value whose put returned before the listing began, in ascending byte order.
+ST5 Absence is NotFoundError; anything else that goes wrong is another CkptError. A listing never turns
+    an error into "nothing there".
+ST6 ``get_range`` returns exactly the bytes asked for or raises; a short read is an error.
+ST7 A store may be used from several threads at once. It must not be used in a forked child.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from ckpt.digest import Buffer
+
+__all__ = ["ObjectInfo", "Store"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectInfo:
+    """What a listing or a head says of one object.
+
+    Attributes:
+        key: relative to the store's URL.
+        nbytes: size.
+        modified_at: Unix seconds by the store's clock; for people, never for order.
+    """
+
+    key: str
+    nbytes: int
+    modified_at: float
+
+
+class Store(Protocol):
+    """Bytes by key. The contract is in the module's docstring."""
+
+    @property
+    def url(self) -> str:
+        """The URL that the store was opened at, without trailing slash."""
+        ...
+
+    def put(self, key: str, data: Buffer) -> None:
+        """Create or replace ``key``."""
+        ...
+
+    def put_new(self, key: str, data: Buffer) -> None:
+        """Create ``key``.
+
+        Raises:
+            ConflictError: it exists (possibly our own, where a reply was lost and the client sent again).
+        """
+        ...
+
+    def put_parts(self, key: str, data: memoryview, *, part_nbytes: int, concurrency: int) -> None:
+        """Create or replace ``key`` from a large buffer in parts, without copying it.
+
+        Args:
+            key: where.
+            data: contiguous, readable bytes; must not change until the call returns.
+            part_nbytes: wanted part size in bytes; raised where the service's limits demand it.
+            concurrency: parts in flight.
+        """
+        ...
+
+    def get(self, key: str) -> bytes:
+        """Return the whole value. Raises NotFoundError."""
+        ...
+
+    def get_range(self, key: str, start: int, nbytes: int) -> Buffer:
+        """Return ``nbytes`` bytes from ``start``. Raises NotFoundError; CorruptError on a short object."""
+        ...
+
+    def head(self, key: str) -> ObjectInfo:
+        """Return the size and time of ``key``. Raises NotFoundError."""
+        ...
+
+    def list_keys(self, prefix: str, *, limit: int | None = None) -> Iterator[ObjectInfo]:
+        """Yield the objects whose key begins with ``prefix``, ascending; at most ``limit`` of them.
+
+        With a limit the number of requests depends on the limit alone (as far as the service can).
+        """
+        ...
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete every key. A key that is not there is no error."""
+        ...
+
+    def probe_conditional(self) -> bool:
+        """Return whether ``put_new`` really is create-if-absent here.
+
+        Asks the service once (by creating one small object under ``probe/`` twice), then remembers.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release connections. The store must not be used afterwards."""
+        ...

@@ -1,0 +1,1 @@
+"""Wire and disk messages of ckpt; everything below is generated from the .proto files beside it."""

@@ -1,0 +1,156 @@
+from ckpt_proto.v1 import common_pb2 as _common_pb2
+from ckpt_proto.v1 import disk_pb2 as _disk_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ListRunsRequest(_message.Message):
+    __slots__ = ("root",)
+    ROOT_FIELD_NUMBER: _ClassVar[int]
+    root: str
+    def __init__(self, root: _Optional[str] = ...) -> None: ...
+
+class ListRunsResponse(_message.Message):
+    __slots__ = ("urls",)
+    URLS_FIELD_NUMBER: _ClassVar[int]
+    urls: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, urls: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ListCheckpointsRequest(_message.Message):
+    __slots__ = ("url", "page_size", "page_token")
+    URL_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    url: str
+    page_size: int
+    page_token: str
+    def __init__(self, url: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class CheckpointInfo(_message.Message):
+    __slots__ = ("id", "pinned", "committed_at", "manifest_nbytes", "location")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_AT_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    LOCATION_FIELD_NUMBER: _ClassVar[int]
+    id: _common_pb2.CheckpointId
+    pinned: bool
+    committed_at: float
+    manifest_nbytes: int
+    location: str
+    def __init__(self, id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., pinned: bool = ..., committed_at: _Optional[float] = ..., manifest_nbytes: _Optional[int] = ..., location: _Optional[str] = ...) -> None: ...
+
+class ListCheckpointsResponse(_message.Message):
+    __slots__ = ("checkpoints", "next_page_token")
+    CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    checkpoints: _containers.RepeatedCompositeFieldContainer[CheckpointInfo]
+    next_page_token: str
+    def __init__(self, checkpoints: _Optional[_Iterable[_Union[CheckpointInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class GetManifestRequest(_message.Message):
+    __slots__ = ("url", "checkpoint")
+    URL_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    url: str
+    checkpoint: str
+    def __init__(self, url: _Optional[str] = ..., checkpoint: _Optional[str] = ...) -> None: ...
+
+class LocalCopy(_message.Message):
+    __slots__ = ("rank", "path")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    path: str
+    def __init__(self, rank: _Optional[int] = ..., path: _Optional[str] = ...) -> None: ...
+
+class GetManifestResponse(_message.Message):
+    __slots__ = ("manifest", "layouts", "segments", "pinned", "local_copies")
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    LAYOUTS_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_COPIES_FIELD_NUMBER: _ClassVar[int]
+    manifest: _disk_pb2.Manifest
+    layouts: _common_pb2.LayoutSet
+    segments: _containers.RepeatedCompositeFieldContainer[_disk_pb2.SegmentSummary]
+    pinned: bool
+    local_copies: _containers.RepeatedCompositeFieldContainer[LocalCopy]
+    def __init__(self, manifest: _Optional[_Union[_disk_pb2.Manifest, _Mapping]] = ..., layouts: _Optional[_Union[_common_pb2.LayoutSet, _Mapping]] = ..., segments: _Optional[_Iterable[_Union[_disk_pb2.SegmentSummary, _Mapping]]] = ..., pinned: bool = ..., local_copies: _Optional[_Iterable[_Union[LocalCopy, _Mapping]]] = ...) -> None: ...
+
+class PinRequest(_message.Message):
+    __slots__ = ("url", "checkpoint", "pinned")
+    URL_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    url: str
+    checkpoint: str
+    pinned: bool
+    def __init__(self, url: _Optional[str] = ..., checkpoint: _Optional[str] = ..., pinned: bool = ...) -> None: ...
+
+class PinResponse(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: _common_pb2.CheckpointId
+    def __init__(self, id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ...) -> None: ...
+
+class PruneRequest(_message.Message):
+    __slots__ = ("url", "keep_last", "keep_every", "dry_run", "checkpoints")
+    URL_FIELD_NUMBER: _ClassVar[int]
+    KEEP_LAST_FIELD_NUMBER: _ClassVar[int]
+    KEEP_EVERY_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    url: str
+    keep_last: int
+    keep_every: int
+    dry_run: bool
+    checkpoints: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, url: _Optional[str] = ..., keep_last: _Optional[int] = ..., keep_every: _Optional[int] = ..., dry_run: bool = ..., checkpoints: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class PruneVerdict(_message.Message):
+    __slots__ = ("id", "keep", "reason")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    id: _common_pb2.CheckpointId
+    keep: bool
+    reason: str
+    def __init__(self, id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., keep: bool = ..., reason: _Optional[str] = ...) -> None: ...
+
+class PruneResponse(_message.Message):
+    __slots__ = ("verdicts", "deleted_objects")
+    VERDICTS_FIELD_NUMBER: _ClassVar[int]
+    DELETED_OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    verdicts: _containers.RepeatedCompositeFieldContainer[PruneVerdict]
+    deleted_objects: int
+    def __init__(self, verdicts: _Optional[_Iterable[_Union[PruneVerdict, _Mapping]]] = ..., deleted_objects: _Optional[int] = ...) -> None: ...
+
+class VerifyRequest(_message.Message):
+    __slots__ = ("url", "checkpoint", "deep")
+    URL_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    DEEP_FIELD_NUMBER: _ClassVar[int]
+    url: str
+    checkpoint: str
+    deep: bool
+    def __init__(self, url: _Optional[str] = ..., checkpoint: _Optional[str] = ..., deep: bool = ...) -> None: ...
+
+class VerifyProgress(_message.Message):
+    __slots__ = ("id", "checked_bytes", "total_bytes", "checked_chunks", "problems", "done")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    CHECKED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHECKED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    id: _common_pb2.CheckpointId
+    checked_bytes: int
+    total_bytes: int
+    checked_chunks: int
+    problems: _containers.RepeatedCompositeFieldContainer[_common_pb2.ErrorInfo]
+    done: bool
+    def __init__(self, id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., checked_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., checked_chunks: _Optional[int] = ..., problems: _Optional[_Iterable[_Union[_common_pb2.ErrorInfo, _Mapping]]] = ..., done: bool = ...) -> None: ...

@@ -1,0 +1,149 @@
+from ckpt_proto.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class RunConfig(_message.Message):
+    __slots__ = ("url", "store_options", "keep_local", "keep_last", "keep_every")
+    class StoreOptionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    URL_FIELD_NUMBER: _ClassVar[int]
+    STORE_OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    KEEP_LOCAL_FIELD_NUMBER: _ClassVar[int]
+    KEEP_LAST_FIELD_NUMBER: _ClassVar[int]
+    KEEP_EVERY_FIELD_NUMBER: _ClassVar[int]
+    url: str
+    store_options: _containers.ScalarMap[str, str]
+    keep_local: int
+    keep_last: int
+    keep_every: int
+    def __init__(self, url: _Optional[str] = ..., store_options: _Optional[_Mapping[str, str]] = ..., keep_local: _Optional[int] = ..., keep_last: _Optional[int] = ..., keep_every: _Optional[int] = ...) -> None: ...
+
+class RegisterRequest(_message.Message):
+    __slots__ = ("config", "staging_path", "staging_token")
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
+    STAGING_PATH_FIELD_NUMBER: _ClassVar[int]
+    STAGING_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    config: RunConfig
+    staging_path: str
+    staging_token: bytes
+    def __init__(self, config: _Optional[_Union[RunConfig, _Mapping]] = ..., staging_path: _Optional[str] = ..., staging_token: _Optional[bytes] = ...) -> None: ...
+
+class RegisterResponse(_message.Message):
+    __slots__ = ("run_key", "shares_path", "conditional_put", "server_version")
+    RUN_KEY_FIELD_NUMBER: _ClassVar[int]
+    SHARES_PATH_FIELD_NUMBER: _ClassVar[int]
+    CONDITIONAL_PUT_FIELD_NUMBER: _ClassVar[int]
+    SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    run_key: str
+    shares_path: bool
+    conditional_put: bool
+    server_version: str
+    def __init__(self, run_key: _Optional[str] = ..., shares_path: bool = ..., conditional_put: bool = ..., server_version: _Optional[str] = ...) -> None: ...
+
+class SealRequest(_message.Message):
+    __slots__ = ("run_key", "id", "rank", "index", "layout")
+    RUN_KEY_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    run_key: str
+    id: _common_pb2.CheckpointId
+    rank: int
+    index: bytes
+    layout: bytes
+    def __init__(self, run_key: _Optional[str] = ..., id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., rank: _Optional[int] = ..., index: _Optional[bytes] = ..., layout: _Optional[bytes] = ...) -> None: ...
+
+class SealResponse(_message.Message):
+    __slots__ = ("result", "wanted_chunks")
+    class Result(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        RESULT_UNSPECIFIED: _ClassVar[SealResponse.Result]
+        RESULT_ACCEPTED: _ClassVar[SealResponse.Result]
+        RESULT_NEED_CHUNKS: _ClassVar[SealResponse.Result]
+    RESULT_UNSPECIFIED: SealResponse.Result
+    RESULT_ACCEPTED: SealResponse.Result
+    RESULT_NEED_CHUNKS: SealResponse.Result
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    WANTED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    result: SealResponse.Result
+    wanted_chunks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, result: _Optional[_Union[SealResponse.Result, str]] = ..., wanted_chunks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PutChunksHeader(_message.Message):
+    __slots__ = ("run_key", "id", "rank", "chunks")
+    RUN_KEY_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    run_key: str
+    id: _common_pb2.CheckpointId
+    rank: int
+    chunks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run_key: _Optional[str] = ..., id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., rank: _Optional[int] = ..., chunks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ("run_key",)
+    RUN_KEY_FIELD_NUMBER: _ClassVar[int]
+    run_key: str
+    def __init__(self, run_key: _Optional[str] = ...) -> None: ...
+
+class StatusResponse(_message.Message):
+    __slots__ = ("steps", "server_version", "oldest_pending_s", "embedded")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_PENDING_S_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDED_FIELD_NUMBER: _ClassVar[int]
+    steps: _containers.RepeatedCompositeFieldContainer[StepStatus]
+    server_version: str
+    oldest_pending_s: float
+    embedded: bool
+    def __init__(self, steps: _Optional[_Iterable[_Union[StepStatus, _Mapping]]] = ..., server_version: _Optional[str] = ..., oldest_pending_s: _Optional[float] = ..., embedded: bool = ...) -> None: ...
+
+class StepStatus(_message.Message):
+    __slots__ = ("run_key", "id", "state", "sealed_ranks", "group", "uploaded_bytes", "total_bytes", "error", "url")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_UNSPECIFIED: _ClassVar[StepStatus.State]
+        STATE_SEALING: _ClassVar[StepStatus.State]
+        STATE_UPLOADING: _ClassVar[StepStatus.State]
+        STATE_UPLOADED: _ClassVar[StepStatus.State]
+        STATE_COMMITTED: _ClassVar[StepStatus.State]
+        STATE_FAILED: _ClassVar[StepStatus.State]
+        STATE_ABANDONED: _ClassVar[StepStatus.State]
+    STATE_UNSPECIFIED: StepStatus.State
+    STATE_SEALING: StepStatus.State
+    STATE_UPLOADING: StepStatus.State
+    STATE_UPLOADED: StepStatus.State
+    STATE_COMMITTED: StepStatus.State
+    STATE_FAILED: StepStatus.State
+    STATE_ABANDONED: StepStatus.State
+    RUN_KEY_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    SEALED_RANKS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    UPLOADED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    run_key: str
+    id: _common_pb2.CheckpointId
+    state: StepStatus.State
+    sealed_ranks: _containers.RepeatedScalarFieldContainer[int]
+    group: _common_pb2.NodeGroup
+    uploaded_bytes: int
+    total_bytes: int
+    error: _common_pb2.ErrorInfo
+    url: str
+    def __init__(self, run_key: _Optional[str] = ..., id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., state: _Optional[_Union[StepStatus.State, str]] = ..., sealed_ranks: _Optional[_Iterable[int]] = ..., group: _Optional[_Union[_common_pb2.NodeGroup, _Mapping]] = ..., uploaded_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.ErrorInfo, _Mapping]] = ..., url: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,1 @@
+"""The staging server of a node: uploads, commits, retains, serves restores."""
