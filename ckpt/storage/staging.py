@@ -1,0 +1,377 @@
+"""The staging directory of a node: names, small durable files, and what their presence means.
+
+Trainer, flusher and server share it. Its tree is described in docs/format.md. Three facts hold at
+any moment, also after a crash:
+
+SD1 ``segment-<rank>.index`` exists only if the segment and the layout it names are durable.
+SD2 ``segment-<rank>.uploaded`` exists only if the segment's object is complete in the store.
+SD3 ``committed`` exists only if the manifest exists in the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckpt.clock import random_bytes
+from ckpt.digest import Buffer, digest, digest_hex
+from ckpt.errors import CorruptError, InvalidInputError, NotFoundError, UnavailableError
+from ckpt.format import keys
+from ckpt.format.envelope import Kind, open_envelope, open_message, seal_message
+from ckpt.format.ids import CheckpointId
+from ckpt.storage.durable import fsync_dir, write_durably
+from ckpt_proto.v1 import disk_pb2, staging_pb2
+
+__all__ = ["COMMITTED_NAME", "RunConfig", "StagingDir", "default_staging_path", "os_errors"]
+
+COMMITTED_NAME = "committed"
+_RUN_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,159}")
+_SOCKET_PATH_MAX = 100  # bytes; sockaddr_un holds 108 with its terminator, gRPC adds a little
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def default_staging_path() -> Path:
+    """Return ``$CKPT_STAGING``, or ``~/.cache/ckpt/staging``."""
+    configured = os.environ.get("CKPT_STAGING")
+    return Path(configured) if configured else Path.home() / ".cache" / "ckpt" / "staging"
+
+
+@contextlib.contextmanager
+def os_errors(message: str, **context: object) -> Iterator[None]:
+    """Turn an OSError of the block into a CkptError that says ``message`` and ``context``.
+
+    Raises:
+        NotFoundError: a file or directory is not there.
+        UnavailableError: code "no-space" where the file system is full or a quota or limit is
+            reached, else code "io".
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise NotFoundError(message, code=None, **context, reason=error.strerror) from error
+    except OSError as error:
+        code = "no-space" if error.errno in _NO_SPACE else "io"
+        raise UnavailableError(message, code=code, **context, reason=error.strerror or str(error)) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """What a server must know about a run before it can upload anything of it.
+
+    Attributes:
+        url: the run's URL; its last component is the run name.
+        store_options: options of :func:`ckpt.storage.open.open_store`; never a secret.
+        keep_local: newest committed steps kept in the staging directory.
+        keep_last: newest checkpoints kept in the store; 0 keeps all.
+        keep_every: also keep steps divisible by this; 0 switches the rule off.
+    """
+
+    url: str
+    store_options: Mapping[str, str] = field(default_factory=dict)
+    keep_local: int = 2
+    keep_last: int = 0
+    keep_every: int = 0
+
+    def to_proto(self) -> staging_pb2.RunConfig:
+        return staging_pb2.RunConfig(
+            url=self.url,
+            store_options=self.store_options,
+            keep_local=self.keep_local,
+            keep_last=self.keep_last,
+            keep_every=self.keep_every,
+        )
+
+    @classmethod
+    def from_proto(cls, message: staging_pb2.RunConfig) -> RunConfig:
+        """Build from the wire; ``keep_local`` 0 there means the default."""
+        return cls(
+            url=message.url,
+            store_options=dict(message.store_options),
+            keep_local=message.keep_local or 2,
+            keep_last=message.keep_last,
+            keep_every=message.keep_every,
+        )
+
+    def to_json(self) -> bytes:
+        """Return the bytes of ``run.json``: sorted keys, so equal configurations are equal bytes."""
+        body = {name: getattr(self, name) for name in ("url", "keep_local", "keep_last", "keep_every")}
+        body["store_options"] = dict(self.store_options)
+        return (json.dumps(body, indent=1, sort_keys=True) + "\n").encode()
+
+    @classmethod
+    def from_json(cls, data: Buffer, *, where: str) -> RunConfig:
+        """Parse :meth:`to_json`. Raises CorruptError; unknown keys are left for newer versions."""
+        try:
+            body: dict[str, Any] = json.loads(bytes(data))
+            return cls(
+                url=str(body["url"]),
+                store_options={str(k): str(v) for k, v in body.get("store_options", {}).items()},
+                keep_local=int(body.get("keep_local", 2)),
+                keep_last=int(body.get("keep_last", 0)),
+                keep_every=int(body.get("keep_every", 0)),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CorruptError("run.json cannot be read", code="decode", where=where) from error
+
+
+class StagingDir:
+    """A staging directory. Holds no state: every call looks at the file system.
+
+    Every method may raise UnavailableError (code "no-space" or "io") and, where a path is built from
+    a run key that came from elsewhere, InvalidInputError. Methods may be called from any thread and
+    from several processes; writers of one file replace it whole.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+
+    def __repr__(self) -> str:
+        return f"StagingDir({str(self.path)!r})"
+
+    # --- the directory itself ---
+
+    def ensure(self) -> StagingDir:
+        """Create the directory (mode 0700) and its token where they are missing; return self."""
+        with os_errors("the staging directory cannot be created", path=self.path):
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (self.path / "runs").mkdir(mode=0o700, exist_ok=True)
+        self.token()
+        return self
+
+    def token(self) -> bytes:
+        """Return the content of ``token``, created on first use: equal tokens mean one directory."""
+        path = self.path / "token"
+        with os_errors("the staging directory has no token and none can be created", path=path):
+            with contextlib.suppress(FileNotFoundError):
+                return path.read_bytes()
+            own = path.with_name(f"token.{random_bytes(8).hex()}.tmp")
+            write_durably(own, random_bytes(16).hex().encode())
+            # A link, not a rename: of two processes that start together one wins and both read its token.
+            with contextlib.suppress(FileExistsError):
+                os.link(own, path)
+            own.unlink(missing_ok=True)
+            fsync_dir(self.path)
+            return path.read_bytes()
+
+    def socket_path(self) -> Path:
+        """Path of the server's unix socket; elsewhere where it would not fit in a socket address."""
+        path = self.path / "server.sock"
+        if len(os.fsencode(path)) <= _SOCKET_PATH_MAX:
+            return path
+        name = f"ckpt-{os.getuid()}-{digest_hex(os.fsencode(self.path))[:12]}.sock"
+        return Path(tempfile.gettempdir()) / name
+
+    def socket_target(self) -> str:
+        """gRPC target of the node's server: ``unix:/...``."""
+        return f"unix:{self.socket_path()}"
+
+    # --- runs ---
+
+    def run_dir(self, run_key: str) -> Path:
+        """Folder of a run. Raises InvalidInputError for a key that is no plain file name."""
+        if _RUN_KEY.fullmatch(run_key) is None:
+            raise InvalidInputError("not a run key", run_key=run_key)
+        return self.path / "runs" / run_key
+
+    def run_keys(self) -> list[str]:
+        """Keys of the runs that have a ``run.json``, ascending."""
+        return [name for name in self._names(self.path / "runs") if self._is_run(name)]
+
+    def write_run_config(self, run_key: str, config: RunConfig) -> None:
+        """Make the run known, durably. An unchanged file is left alone."""
+        data = config.to_json()
+        path = self.run_dir(run_key) / "run.json"
+        with os_errors("run.json cannot be written", path=path):
+            with contextlib.suppress(FileNotFoundError):
+                if path.read_bytes() == data:
+                    return
+            self._make_durable_dir(path.parent)
+            write_durably(path, data)
+
+    def read_run_config(self, run_key: str) -> RunConfig:
+        """Return what :meth:`write_run_config` stored. Raises NotFoundError, CorruptError."""
+        path = self.run_dir(run_key) / "run.json"
+        return RunConfig.from_json(self._read(path, "the run is not known here"), where=str(path))
+
+    def layout(self, run_key: str, layout_digest: bytes) -> bytes:
+        """Return a LayoutSet's bytes. Raises NotFoundError; CorruptError where the digest differs."""
+        path = self.run_dir(run_key) / keys.local_layout_path(layout_digest)
+        payload = bytes(open_envelope(Kind.LAYOUT_SET, self._read(path, "layout not found"), where=str(path)))
+        if digest(payload) != layout_digest:
+            raise CorruptError("layout does not match its name", code="digest", where=path)
+        return payload
+
+    def write_layout(self, run_key: str, layout_digest: bytes, payload: Buffer) -> None:
+        """Store a LayoutSet's bytes durably under its digest. Idempotent; mends a damaged file.
+
+        Raises:
+            InvalidInputError: ``layout_digest`` is not the digest of ``payload``.
+        """
+        if digest(payload) != layout_digest:
+            raise InvalidInputError("layout does not match its digest", digest=layout_digest.hex())
+        with contextlib.suppress(NotFoundError, CorruptError):
+            self.layout(run_key, layout_digest)
+            return
+        path = self.run_dir(run_key) / keys.local_layout_path(layout_digest)
+        with os_errors("a layout cannot be written", path=path):
+            self._make_durable_dir(path.parent)
+            write_durably(path, seal_message(Kind.LAYOUT_SET, bytes(payload)))
+
+    # --- checkpoints ---
+
+    def checkpoint_dir(self, run_key: str, ident: CheckpointId) -> Path:
+        return self.run_dir(run_key) / keys.local_checkpoint_dir(ident)
+
+    def make_checkpoint_dir(self, run_key: str, ident: CheckpointId) -> Path:
+        """Create the folder of a checkpoint so that its name survives a power cut; return it."""
+        path = self.checkpoint_dir(run_key, ident)
+        with os_errors("the folder of a checkpoint cannot be created", path=path):
+            self._make_durable_dir(path)
+        return path
+
+    def checkpoints(self, run_key: str) -> list[CheckpointId]:
+        """Return every checkpoint that has a folder, ascending by step, then attempt; sealed or not."""
+        found = []
+        for name in self._names(self.run_dir(run_key)):
+            with contextlib.suppress(InvalidInputError):
+                found.append(CheckpointId.parse(name))
+        return sorted(found)
+
+    def sealed_ranks(self, run_key: str, ident: CheckpointId) -> list[int]:
+        """Return the ranks whose segment is sealed here, ascending."""
+        names = self._names(self.checkpoint_dir(run_key, ident))
+        return sorted(rank for name in names if (rank := keys.parse_local_index_name(name)) is not None)
+
+    def segment_path(self, run_key: str, ident: CheckpointId, rank: int) -> Path:
+        return self.checkpoint_dir(run_key, ident) / keys.local_segment_name(rank)
+
+    def segment_tmp_path(self, run_key: str, ident: CheckpointId, rank: int) -> Path:
+        """Where a segment is while it is being written; debris unless somebody is writing it."""
+        return self.checkpoint_dir(run_key, ident) / f"{keys.local_segment_name(rank)}.tmp"
+
+    def index_path(self, run_key: str, ident: CheckpointId, rank: int) -> Path:
+        return self.checkpoint_dir(run_key, ident) / keys.local_index_name(rank)
+
+    def uploaded_path(self, run_key: str, ident: CheckpointId, rank: int) -> Path:
+        return self.checkpoint_dir(run_key, ident) / keys.local_uploaded_name(rank)
+
+    def write_index(
+        self, run_key: str, ident: CheckpointId, rank: int, index: disk_pb2.SegmentIndex | bytes
+    ) -> None:
+        """Write the sealed marker, durably.
+
+        The caller has made the segment and the layout durable before (SD1). ``index`` is the message,
+        or the bytes of a whole envelope as another node sealed it.
+        """
+        data = index if isinstance(index, bytes) else seal_message(Kind.SEGMENT_INDEX, index)
+        path = self.index_path(run_key, ident, rank)
+        with os_errors("a segment index cannot be written", path=path):
+            write_durably(path, data)
+
+    def read_index_bytes(self, run_key: str, ident: CheckpointId, rank: int) -> bytes:
+        """Return the index file as it is, envelope included, unverified. Raises NotFoundError."""
+        return self._read(
+            self.index_path(run_key, ident, rank), "this rank has not sealed this checkpoint here"
+        )
+
+    def read_index(self, run_key: str, ident: CheckpointId, rank: int) -> disk_pb2.SegmentIndex:
+        """Return the verified index of a sealed segment.
+
+        Raises:
+            NotFoundError: not sealed here.
+            CorruptError: damaged, or it belongs to another rank or checkpoint.
+        """
+        where = str(self.index_path(run_key, ident, rank))
+        data = self.read_index_bytes(run_key, ident, rank)
+        index = open_message(Kind.SEGMENT_INDEX, data, disk_pb2.SegmentIndex(), where=where)
+        if index.rank != rank or (index.id.step, index.id.attempt) != (ident.step, ident.attempt):
+            raise CorruptError("index belongs to another segment", code="mismatch", where=where)
+        return index
+
+    def mark_uploaded(
+        self, run_key: str, ident: CheckpointId, rank: int, record: disk_pb2.UploadRecord
+    ) -> None:
+        """Note durably that the segment's object is complete in the store (SD2)."""
+        path = self.uploaded_path(run_key, ident, rank)
+        with os_errors("an upload record cannot be written", path=path):
+            write_durably(path, seal_message(Kind.UPLOAD_RECORD, record))
+
+    def read_uploaded(self, run_key: str, ident: CheckpointId, rank: int) -> disk_pb2.UploadRecord | None:
+        """Return the upload record, or None where there is none. Raises CorruptError."""
+        path = self.uploaded_path(run_key, ident, rank)
+        try:
+            data = self._read(path, "not uploaded")
+        except NotFoundError:
+            return None
+        return open_message(Kind.UPLOAD_RECORD, data, disk_pb2.UploadRecord(), where=str(path))
+
+    def mark_committed(self, run_key: str, ident: CheckpointId) -> None:
+        """Note durably that the manifest exists in the store (SD3)."""
+        path = self.checkpoint_dir(run_key, ident) / COMMITTED_NAME
+        with os_errors("the committed marker cannot be written", path=path):
+            write_durably(path, b"")
+
+    def is_committed(self, run_key: str, ident: CheckpointId) -> bool:
+        path = self.checkpoint_dir(run_key, ident) / COMMITTED_NAME
+        with os_errors("the committed marker cannot be looked for", path=path):
+            return path.is_file()
+
+    def remove_checkpoint(self, run_key: str, ident: CheckpointId) -> None:
+        """Delete the folder of a checkpoint. One that is not there is no error.
+
+        Sealed markers go first, so that a crash in the middle leaves unsealed debris and never a
+        marker without its segment (SD1). A reader that has a segment open keeps it.
+        """
+        path = self.checkpoint_dir(run_key, ident)
+        with os_errors("the folder of a checkpoint cannot be removed", path=path):
+            if not path.is_dir():
+                return
+            for rank in self.sealed_ranks(run_key, ident):
+                self.index_path(run_key, ident, rank).unlink(missing_ok=True)
+            fsync_dir(path)
+            shutil.rmtree(path)
+            fsync_dir(path.parent)
+
+    # --- inside ---
+
+    def _is_run(self, name: str) -> bool:
+        return _RUN_KEY.fullmatch(name) is not None and (self.run_dir(name) / "run.json").is_file()
+
+    def _read(self, path: Path, missing: str) -> bytes:
+        try:
+            return path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise NotFoundError(missing, path=path) from error
+        except OSError as error:
+            raise UnavailableError(
+                "a staged file cannot be read", code="io", path=path, reason=error
+            ) from error
+
+    def _names(self, path: Path) -> list[str]:
+        try:
+            return sorted(entry.name for entry in path.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:  # an error is not "nothing there"
+            raise UnavailableError("a staging folder cannot be listed", code="io", path=path) from error
+
+    def _make_durable_dir(self, path: Path) -> None:
+        """Create ``path`` and its missing parents below the staging directory, each name fsynced."""
+        if path.is_dir():
+            return
+        if path != self.path:
+            self._make_durable_dir(path.parent)
+        try:
+            path.mkdir(mode=0o700)
+        except FileExistsError:
+            return
+        fsync_dir(path.parent)
