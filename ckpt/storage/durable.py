@@ -1,0 +1,137 @@
+"""Durable file writes: temporary name, fsync, rename, fsync of the directory.
+
+The one place that knows the order. After a crash of the process or of the host a name is either
+absent (or still the old file), or it holds the complete new contents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from ckpt.clock import random_bytes
+from ckpt.digest import Buffer
+from ckpt.errors import CkptError, ConflictError, NotFoundError, UnavailableError
+
+__all__ = [
+    "TEMP_PREFIX",
+    "fsync_dir",
+    "make_dirs",
+    "new_file",
+    "os_error",
+    "write_all",
+    "write_durably",
+]
+
+TEMP_PREFIX = ".tmp-"
+"""File names that begin so are unfinished writes; one that is older than any live writer may be removed."""
+
+_WRITE_NBYTES = 8 << 20
+
+_CODES = {
+    errno.ENOSPC: "no-space",
+    errno.EDQUOT: "no-space",
+    errno.EACCES: "denied",
+    errno.EPERM: "denied",
+    errno.EROFS: "denied",
+}
+
+
+def os_error(error: OSError, path: str | os.PathLike[str]) -> CkptError:
+    """Translate an OSError: absence, existence, or unavailable (codes ``no-space``, ``denied``)."""
+    if isinstance(error, FileNotFoundError):
+        return NotFoundError("no such file", path=path)
+    if isinstance(error, FileExistsError):
+        return ConflictError("the file exists", path=path)
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    code = _CODES.get(error.errno or 0, "unavailable")
+    return UnavailableError("the file system refused", code=code, path=path, reason=reason)
+
+
+def fsync_dir(path: str | os.PathLike[str]) -> None:
+    """Make creations, renames and removals in the directory ``path`` durable. Blocks on the disk.
+
+    Raises:
+        NotFoundError, UnavailableError: see :func:`os_error`.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise os_error(error, path) from error
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        # Some network and FUSE file systems have no fsync for directories; there is nothing better to do.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise os_error(error, path) from error
+    finally:
+        os.close(fd)
+
+
+def make_dirs(path: Path) -> None:
+    """Create the directory ``path`` and its missing parents, durably.
+
+    Raises:
+        UnavailableError: the file system refused, or a parent is a file.
+    """
+    missing = []
+    folder = path
+    while not folder.is_dir():
+        missing.append(folder)
+        folder = folder.parent
+    for folder in reversed(missing):
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise UnavailableError(
+                "cannot create the directory", path=folder, reason=error.strerror
+            ) from error
+        fsync_dir(folder.parent)
+
+
+def write_all(file: BinaryIO, data: Buffer) -> None:
+    """Write ``data`` in pieces without copying it. ``file`` must be unbuffered."""
+    view = memoryview(data).cast("B")
+    start = 0
+    while start < len(view):
+        start += file.write(view[start : start + _WRITE_NBYTES])
+
+
+@contextlib.contextmanager
+def new_file(folder: Path, data: Buffer) -> Iterator[Path]:
+    """Give a temporary file in ``folder`` that holds ``data``, fsynced; remove what is left of it at exit.
+
+    The body moves it to its place by rename or link. Raises OSError as it comes.
+    """
+    temp = folder / f"{TEMP_PREFIX}{random_bytes(12).hex()}"
+    try:
+        with temp.open("xb", buffering=0) as file:
+            write_all(file, data)
+            os.fsync(file.fileno())
+        yield temp
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            temp.unlink()
+
+
+def write_durably(path: str | os.PathLike[str], data: Buffer) -> None:
+    """Create or replace the file ``path`` with ``data``. Blocks until it is durable.
+
+    The directory must exist. A reader sees the old contents or the new, never a mixture.
+
+    Raises:
+        NotFoundError: the directory does not exist.
+        UnavailableError: the file system refused (codes ``no-space``, ``denied``); the old file, if any,
+            is untouched.
+    """
+    target = Path(path)
+    try:
+        with new_file(target.parent, data) as temp:
+            temp.replace(target)
+        fsync_dir(target.parent)
+    except OSError as error:
+        raise os_error(error, target) from error

@@ -1,0 +1,231 @@
+"""file:// -- a durable store in a directory: local disk or a shared file system.
+
+One file per key. A value appears by rename (or, for ``put_new``, by hard link) of a finished and
+fsynced temporary file in the same folder, so ST1-ST3 hold also across a power failure.
+A key cannot be another key's folder: ``a`` and ``a/b`` exclude each other here.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from ckpt.digest import Buffer
+from ckpt.errors import ConflictError, CorruptError, InvalidInputError, NotFoundError, UnavailableError
+from ckpt.storage.base import ObjectInfo
+from ckpt.storage.durable import TEMP_PREFIX, fsync_dir, make_dirs, new_file, os_error
+
+__all__ = ["LocalStore"]
+
+# What a file system without hard links answers (FAT, several FUSE ones).
+_NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+_MKDIR_TRIES = 16
+
+
+class LocalStore:
+    """See the module and :class:`ckpt.storage.base.Store`. Safe for threads, processes and hosts.
+
+    Args:
+        root: directory of the run; created by the first put.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root.absolute()
+        self._conditional: bool | None = None
+
+    @property
+    def url(self) -> str:
+        return f"file://{self._root}"
+
+    def _path(self, key: str) -> Path:
+        parts = key.split("/")
+        if "\0" in key or any(part in ("", ".", "..") or part.startswith(TEMP_PREFIX) for part in parts):
+            raise InvalidInputError("not a legal key for a directory store", key=key)
+        return self._root.joinpath(*parts)
+
+    def _write(self, key: str, data: Buffer, place: Callable[[Path, Path], None]) -> None:
+        path = self._path(key)
+        # A delete in another process may remove the folder, empty for a moment, between our two calls.
+        for _ in range(_MKDIR_TRIES):
+            make_dirs(path.parent)
+            try:
+                with new_file(path.parent, data) as temp:
+                    place(temp, path)
+                fsync_dir(path.parent)
+            except FileNotFoundError:
+                continue
+            except IsADirectoryError as error:
+                raise InvalidInputError("the key is the folder of another key", key=key) from error
+            except OSError as error:
+                raise os_error(error, path) from error
+            return
+        raise UnavailableError("the folder of the key keeps being removed", key=key, path=path)
+
+    def put(self, key: str, data: Buffer) -> None:
+        self._write(key, data, _replace)
+
+    def put_new(self, key: str, data: Buffer) -> None:
+        """Create ``key`` by hard link: one atomic step that fails if the name exists, also on NFS.
+
+        Where the file system has no hard links it checks, then renames: not safe against racers, and
+        :meth:`probe_conditional` says so.
+        """
+        place = _link if self.probe_conditional() else _check_and_replace
+        try:
+            self._write(key, data, place)
+        except ConflictError as error:
+            raise ConflictError("the object exists", key=key, url=self.url) from error
+
+    def put_parts(self, key: str, data: memoryview, *, part_nbytes: int, concurrency: int) -> None:
+        del part_nbytes, concurrency  # a file has no parts; the kernel keeps the disk busy
+        self._write(key, data, _replace)
+
+    def get(self, key: str) -> bytes:
+        try:
+            return self._path(key).read_bytes()
+        except OSError as error:
+            raise self._read_error(error, key) from error
+
+    def get_range(self, key: str, start: int, nbytes: int) -> Buffer:
+        if start < 0 or nbytes < 0:
+            raise InvalidInputError("a range must not be negative", key=key, start=start, nbytes=nbytes)
+        try:
+            fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise self._read_error(error, key) from error
+        data = bytearray(nbytes)
+        view = memoryview(data)
+        done = 0
+        try:
+            while done < nbytes:
+                count = os.preadv(fd, [view[done:]], start + done)
+                if count == 0:
+                    raise CorruptError(
+                        "the object is shorter than the range asked for",
+                        code="short-object",
+                        key=key,
+                        start=start,
+                        nbytes=nbytes,
+                    )
+                done += count
+        except OSError as error:
+            raise self._read_error(error, key) from error
+        finally:
+            os.close(fd)
+        return data
+
+    def head(self, key: str) -> ObjectInfo:
+        path = self._path(key)
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise self._read_error(error, key) from error
+        if stat.S_ISDIR(status.st_mode):
+            raise NotFoundError("no such object", key=key, url=self.url)
+        return ObjectInfo(key=key, nbytes=status.st_size, modified_at=status.st_mtime)
+
+    def _read_error(self, error: OSError, key: str) -> Exception:
+        if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+            return NotFoundError("no such object", key=key, url=self.url)
+        return os_error(error, self._root / key)
+
+    def list_keys(self, prefix: str, *, limit: int | None = None) -> Iterator[ObjectInfo]:
+        """Yield as the contract says. Reads names folder by folder; stats only what it yields."""
+        folder, _, start = prefix.rpartition("/")
+        count = 0
+        for key in self._walk(folder + "/" if folder else "", start):
+            if limit is not None and count >= limit:
+                return
+            try:
+                yield self.head(key)
+            except NotFoundError:  # deleted since its folder was read: as good as never seen
+                continue
+            count += 1
+
+    def _walk(self, folder: str, start: str) -> Iterator[str]:
+        try:
+            with os.scandir(self._root / folder) as entries:
+                names = [
+                    (entry.name + "/" if entry.is_dir() else entry.name)
+                    for entry in entries
+                    if entry.name.startswith(start) and not entry.name.startswith(TEMP_PREFIX)
+                ]
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise os_error(error, self._root / folder) from error
+        # A folder sorts with its slash: that is the byte order of whole keys.
+        for name in sorted(names):
+            if name.endswith("/"):
+                yield from self._walk(folder + name, "")
+            else:
+                yield folder + name
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete, make it durable, and remove folders that became empty."""
+        folders: set[Path] = set()
+        for key in keys:
+            path = self._path(key)
+            try:
+                path.unlink()
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                raise os_error(error, path) from error
+            folders.add(path.parent)
+        for folder in folders:
+            self._settle(folder)
+
+    def _settle(self, folder: Path) -> None:
+        """fsync ``folder``, or remove it and its empty parents up to the root and fsync what is left."""
+        while folder != self._root:
+            try:
+                folder.rmdir()
+            except FileNotFoundError:
+                pass
+            except OSError:  # not empty, or not ours to remove: tidiness is no reason to fail
+                break
+            folder = folder.parent
+        try:
+            fsync_dir(folder)
+        except NotFoundError:
+            return  # another process removed it after us
+
+    def probe_conditional(self) -> bool:
+        """Return whether the file system can hard-link, which is what ``put_new`` stands on."""
+        if self._conditional is None:
+            key = f"probe/{os.urandom(12).hex()}"
+            try:
+                self._write(key, b"", _link)
+                self._write(key, b"", _link)
+            except ConflictError:
+                self._conditional = True
+            except UnavailableError as error:
+                cause = error.__cause__
+                if not (isinstance(cause, OSError) and cause.errno in _NO_LINKS):
+                    raise
+                self._conditional = False
+            else:
+                self._conditional = False
+            self.delete([key])
+        return self._conditional
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def _replace(temp: Path, path: Path) -> None:
+    temp.replace(path)
+
+
+def _link(temp: Path, path: Path) -> None:
+    path.hardlink_to(temp)
+
+
+def _check_and_replace(temp: Path, path: Path) -> None:
+    if path.exists():
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+    temp.replace(path)
