@@ -91,12 +91,20 @@ class Value(_message.Message):
         items: _containers.RepeatedCompositeFieldContainer[Value]
         def __init__(self, items: _Optional[_Iterable[_Union[Value, _Mapping]]] = ...) -> None: ...
     class Mapping(_message.Message):
-        __slots__ = ("keys", "values")
+        __slots__ = ("keys", "values", "type")
+        class Type(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+            __slots__ = ()
+            TYPE_DICT: _ClassVar[Value.Mapping.Type]
+            TYPE_COUNTER: _ClassVar[Value.Mapping.Type]
+        TYPE_DICT: Value.Mapping.Type
+        TYPE_COUNTER: Value.Mapping.Type
         KEYS_FIELD_NUMBER: _ClassVar[int]
         VALUES_FIELD_NUMBER: _ClassVar[int]
+        TYPE_FIELD_NUMBER: _ClassVar[int]
         keys: _containers.RepeatedCompositeFieldContainer[Value]
         values: _containers.RepeatedCompositeFieldContainer[Value]
-        def __init__(self, keys: _Optional[_Iterable[_Union[Value, _Mapping]]] = ..., values: _Optional[_Iterable[_Union[Value, _Mapping]]] = ...) -> None: ...
+        type: Value.Mapping.Type
+        def __init__(self, keys: _Optional[_Iterable[_Union[Value, _Mapping]]] = ..., values: _Optional[_Iterable[_Union[Value, _Mapping]]] = ..., type: _Optional[_Union[Value.Mapping.Type, str]] = ...) -> None: ...
     class Array(_message.Message):
         __slots__ = ("dtype", "shape", "data", "is_scalar")
         DTYPE_FIELD_NUMBER: _ClassVar[int]

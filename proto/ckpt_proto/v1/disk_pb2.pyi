@@ -112,7 +112,7 @@ class UploadRecord(_message.Message):
     def __init__(self, object_key: _Optional[str] = ..., nbytes: _Optional[int] = ..., chunks: _Optional[_Union[ChunkTable, _Mapping]] = ...) -> None: ...
 
 class SegmentSummary(_message.Message):
-    __slots__ = ("rank", "object_key", "nbytes", "layout_digest", "index_offset", "index_nbytes", "index_digest", "state_digest", "references")
+    __slots__ = ("rank", "object_key", "nbytes", "layout_digest", "index_offset", "index_nbytes", "index_digest", "state_digest", "references", "has_explicit_boxes")
     RANK_FIELD_NUMBER: _ClassVar[int]
     OBJECT_KEY_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
@@ -122,6 +122,7 @@ class SegmentSummary(_message.Message):
     INDEX_DIGEST_FIELD_NUMBER: _ClassVar[int]
     STATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     REFERENCES_FIELD_NUMBER: _ClassVar[int]
+    HAS_EXPLICIT_BOXES_FIELD_NUMBER: _ClassVar[int]
     rank: int
     object_key: str
     nbytes: int
@@ -131,7 +132,8 @@ class SegmentSummary(_message.Message):
     index_digest: bytes
     state_digest: bytes
     references: _containers.RepeatedCompositeFieldContainer[_common_pb2.CheckpointId]
-    def __init__(self, rank: _Optional[int] = ..., object_key: _Optional[str] = ..., nbytes: _Optional[int] = ..., layout_digest: _Optional[bytes] = ..., index_offset: _Optional[int] = ..., index_nbytes: _Optional[int] = ..., index_digest: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., references: _Optional[_Iterable[_Union[_common_pb2.CheckpointId, _Mapping]]] = ...) -> None: ...
+    has_explicit_boxes: bool
+    def __init__(self, rank: _Optional[int] = ..., object_key: _Optional[str] = ..., nbytes: _Optional[int] = ..., layout_digest: _Optional[bytes] = ..., index_offset: _Optional[int] = ..., index_nbytes: _Optional[int] = ..., index_digest: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., references: _Optional[_Iterable[_Union[_common_pb2.CheckpointId, _Mapping]]] = ..., has_explicit_boxes: bool = ...) -> None: ...
 
 class GroupHeader(_message.Message):
     __slots__ = ("run", "id", "group", "world_size", "segments", "written_at", "parent", "environment")
