@@ -1,0 +1,280 @@
+"""Plain (non-tensor) values to and from protobuf: bit-exact, without pickle.
+
+What goes in comes out with the same type and the same bits: None, bool, int of any size, float (NaN
+payloads and -0.0 included), str, bytes, list, tuple, dict (insertion order), Counter, NumPy arrays and
+NumPy scalars of kind b, i, u, f, c. Two types are widened, because nothing depends on the difference:
+bytearray comes back as bytes, OrderedDict as dict. Anything else is refused by name rather than stored as
+something that only looks like it (an IntEnum is not an int, a namedtuple is not a tuple).
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeAlias
+
+import numpy as np
+
+from ckpt.errors import CorruptError, InvalidInputError
+from ckpt_proto.v1 import common_pb2
+
+__all__ = ["MAX_DEPTH", "DecodeLeaf", "EncodeLeaf", "decode_value", "encode_value"]
+
+EncodeLeaf: TypeAlias = Callable[[str, object], "str | None"]
+DecodeLeaf: TypeAlias = Callable[[str], object]
+
+# protobuf refuses to parse more than 100 nested messages; each level of nesting here costs two or three,
+# and the value itself lies inside other messages.
+MAX_DEPTH = 30
+
+_INT64 = range(-(2**63), 2**63)
+_REAL = struct.Struct("<d")
+_BITS = struct.Struct("<Q")
+# Fixed widths only: longdouble has another size on another machine.
+_ARRAY_DTYPE = re.compile(r"\|b1|[|<>]?[iu][1248]|[<>]f[248]|[<>]c(8|16)")
+_Mapping = common_pb2.Value.Mapping
+
+
+def encode_value(value: object, *, leaf: EncodeLeaf | None = None, path: str = "state") -> common_pb2.Value:
+    """Return ``value`` as a message that :func:`decode_value` turns back into it.
+
+    Args:
+        value: nested plain values.
+        leaf: asked for each object that is not a plain value, with its path; returns the name of the tensor
+            leaf to store in its place, or None where it does not know the object. It is asked before NumPy
+            arrays are stored inline, so it may claim large ones.
+        path: what to call ``value`` in errors.
+
+    Raises:
+        InvalidInputError: code "value-type" names the path and type of what cannot be stored; code
+            "value-depth": nested deeper than ``MAX_DEPTH`` (or an object that contains itself); code
+            "value-text": a str that is not valid Unicode.
+    """
+    message = common_pb2.Value()
+    _Encoder(leaf).encode(value, message, path, 0)
+    return message
+
+
+def decode_value(message: common_pb2.Value, *, leaf: DecodeLeaf | None = None) -> Any:
+    """Return the value that ``message`` holds.
+
+    Args:
+        message: what :func:`encode_value` returned.
+        leaf: returns the object for the tensor leaf of a name.
+
+    Raises:
+        CorruptError: code "value": the message holds no value, or an array whose size is wrong.
+        InvalidInputError: code "value-leaf": there is a tensor leaf and ``leaf`` was not given.
+    """
+    kind = message.WhichOneof("kind")
+    decoder = _DECODERS.get(kind or "")
+    if decoder is None:
+        raise CorruptError("stored value is of no known kind", code="value", kind=kind)
+    return decoder(message, leaf)
+
+
+class _Encoder:
+    def __init__(self, leaf: EncodeLeaf | None) -> None:
+        self._leaf = leaf
+
+    def encode(self, value: object, out: common_pb2.Value, path: str, depth: int) -> None:
+        if depth > MAX_DEPTH:
+            raise InvalidInputError(
+                "value is nested too deeply, or contains itself",
+                code="value-depth",
+                path=_shorten(path),
+                deepest=MAX_DEPTH,
+            )
+        # Exact types: a subclass would come back as its base.
+        kind = type(value)
+        if kind in _SCALARS:
+            _SCALARS[kind](value, out, path)
+        elif kind in (list, tuple):
+            self._sequence(value, out, path, depth)
+        elif kind in (dict, OrderedDict, Counter):
+            self._mapping(value, out, path, depth)
+        else:
+            self._foreign(value, out, path)
+
+    def _sequence(self, value: Any, out: common_pb2.Value, path: str, depth: int) -> None:
+        sequence = out.list if type(value) is list else out.tuple
+        sequence.SetInParent()  # an empty one is still there
+        for i, item in enumerate(value):
+            self.encode(item, sequence.items.add(), f"{path}[{i}]", depth + 1)
+
+    def _mapping(self, value: Any, out: common_pb2.Value, path: str, depth: int) -> None:
+        mapping = out.mapping
+        mapping.SetInParent()
+        if type(value) is Counter:
+            mapping.type = _Mapping.TYPE_COUNTER
+        for key, item in value.items():
+            _check_key(key, path)
+            inner = f"{path}[{key!r}]"
+            self.encode(key, mapping.keys.add(), f"key of {inner}", depth + 1)
+            self.encode(item, mapping.values.add(), inner, depth + 1)
+
+    def _foreign(self, value: object, out: common_pb2.Value, path: str) -> None:
+        name = self._leaf(path, value) if self._leaf is not None else None
+        if name is not None:
+            out.tensor = name
+        elif type(value) is np.ndarray or isinstance(value, np.generic):
+            _encode_array(value, out, path)
+        else:
+            _refuse(value, path)
+
+
+def _refuse(value: object, path: str) -> NoReturn:
+    kind = type(value)
+    raise InvalidInputError(
+        "state holds a value that cannot be stored without pickle; convert it to plain values, lists, dicts, "
+        "NumPy arrays or tensors",
+        code="value-type",
+        path=_shorten(path),
+        type=f"{kind.__module__}.{kind.__qualname__}",
+    )
+
+
+def _shorten(path: str) -> str:
+    return path if len(path) <= 400 else f"{path[:200]} ... {path[-190:]}"
+
+
+def _check_key(key: object, path: str) -> None:
+    parts = [key]
+    while parts:
+        part = parts.pop()
+        if type(part) is tuple:
+            parts.extend(part)
+        elif not isinstance(part, np.generic) and type(part) not in _SCALARS:
+            _refuse(part, f"key of {path}")
+
+
+def _encode_nothing(_: Any, out: common_pb2.Value, __: str) -> None:
+    out.nothing.SetInParent()
+
+
+def _encode_bool(value: Any, out: common_pb2.Value, _: str) -> None:
+    out.boolean = value
+
+
+def _encode_int(value: Any, out: common_pb2.Value, _: str) -> None:
+    if value in _INT64:
+        out.integer = value
+    else:
+        magnitude = value if value >= 0 else ~value
+        out.big_integer = value.to_bytes(magnitude.bit_length() // 8 + 1, "little", signed=True)
+
+
+def _encode_float(value: Any, out: common_pb2.Value, _: str) -> None:
+    (out.real_bits,) = _BITS.unpack(_REAL.pack(value))
+
+
+def _encode_str(value: Any, out: common_pb2.Value, path: str) -> None:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(
+            "text is not valid Unicode; store it as bytes", code="value-text", path=_shorten(path)
+        ) from error
+    out.text = value
+
+
+def _encode_bytes(value: Any, out: common_pb2.Value, _: str) -> None:
+    out.data = bytes(value)
+
+
+_SCALARS: dict[type, Callable[[Any, common_pb2.Value, str], None]] = {
+    type(None): _encode_nothing,
+    bool: _encode_bool,
+    int: _encode_int,
+    float: _encode_float,
+    str: _encode_str,
+    bytes: _encode_bytes,
+    bytearray: _encode_bytes,
+}
+
+
+def _encode_array(value: Any, out: common_pb2.Value, path: str) -> None:
+    if _ARRAY_DTYPE.fullmatch(value.dtype.str) is None:
+        raise InvalidInputError(
+            "NumPy dtype cannot be stored; use booleans, integers, floats or complex of fixed width",
+            code="value-type",
+            path=_shorten(path),
+            type=f"{type(value).__name__} of {value.dtype}",
+        )
+    array = out.array
+    array.dtype = value.dtype.str
+    array.shape.extend(value.shape)
+    array.data = value.tobytes(order="C") if isinstance(value, np.ndarray) else value.tobytes()
+    array.is_scalar = not isinstance(value, np.ndarray)
+
+
+def _decode_float(message: common_pb2.Value, _: DecodeLeaf | None) -> float:
+    value: float = _REAL.unpack(_BITS.pack(message.real_bits))[0]
+    return value
+
+
+def _decode_list(message: common_pb2.Value, leaf: DecodeLeaf | None) -> list[Any]:
+    return [decode_value(item, leaf=leaf) for item in message.list.items]
+
+
+def _decode_tuple(message: common_pb2.Value, leaf: DecodeLeaf | None) -> tuple[Any, ...]:
+    return tuple(decode_value(item, leaf=leaf) for item in message.tuple.items)
+
+
+def _decode_mapping(message: common_pb2.Value, leaf: DecodeLeaf | None) -> dict[Any, Any]:
+    mapping = message.mapping
+    if len(mapping.keys) != len(mapping.values):
+        raise CorruptError("stored mapping has not as many values as keys", code="value")
+    result: dict[Any, Any] = Counter() if mapping.type == _Mapping.TYPE_COUNTER else {}
+    for key, item in zip(mapping.keys, mapping.values, strict=True):
+        decoded = decode_value(key, leaf=leaf)
+        try:
+            result[decoded] = decode_value(item, leaf=leaf)
+        except TypeError as error:
+            raise CorruptError("stored mapping has an unhashable key", code="value") from error
+    return result
+
+
+def _decode_tensor(message: common_pb2.Value, leaf: DecodeLeaf | None) -> object:
+    if leaf is None:
+        raise InvalidInputError(
+            "value contains a tensor, and no way to look tensors up was given",
+            code="value-leaf",
+            tensor=message.tensor,
+        )
+    return leaf(message.tensor)
+
+
+def _decode_array(message: common_pb2.Value, _: DecodeLeaf | None) -> Any:
+    stored = message.array
+    shape = tuple(stored.shape)
+    if _ARRAY_DTYPE.fullmatch(stored.dtype) is None:  # never hand np.dtype() an object or structured type
+        raise CorruptError("stored array has an unknown dtype", code="value", dtype=stored.dtype)
+    dtype = np.dtype(stored.dtype)
+    count = 1
+    for size in shape:
+        count *= size
+    if count * dtype.itemsize != len(stored.data) or (stored.is_scalar and shape):
+        raise CorruptError(
+            "stored array has the wrong size", code="value", shape=shape, nbytes=len(stored.data)
+        )
+    array = np.frombuffer(stored.data, dtype).reshape(shape).copy()  # a copy, so that it can be written to
+    return array[()] if stored.is_scalar else array
+
+
+_DECODERS: dict[str, Callable[[common_pb2.Value, DecodeLeaf | None], Any]] = {
+    "nothing": lambda _, __: None,
+    "boolean": lambda message, _: message.boolean,
+    "integer": lambda message, _: message.integer,
+    "big_integer": lambda message, _: int.from_bytes(message.big_integer, "little", signed=True),
+    "real_bits": _decode_float,
+    "text": lambda message, _: message.text,
+    "data": lambda message, _: message.data,
+    "list": _decode_list,
+    "tuple": _decode_tuple,
+    "mapping": _decode_mapping,
+    "tensor": _decode_tensor,
+    "array": _decode_array,
+}
