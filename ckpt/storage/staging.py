@@ -28,7 +28,7 @@ from ckpt.errors import CorruptError, InvalidInputError, NotFoundError, Unavaila
 from ckpt.format import keys
 from ckpt.format.envelope import Kind, open_envelope, open_message, seal_message
 from ckpt.format.ids import CheckpointId
-from ckpt.storage.durable import fsync_dir, write_durably
+from ckpt.storage.durable import fsync_dir, os_error, write_durably
 from ckpt_proto.v1 import disk_pb2, staging_pb2
 
 __all__ = ["COMMITTED_NAME", "RunConfig", "StagingDir", "default_staging_path", "os_errors"]
@@ -36,7 +36,6 @@ __all__ = ["COMMITTED_NAME", "RunConfig", "StagingDir", "default_staging_path", 
 COMMITTED_NAME = "committed"
 _RUN_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,159}")
 _SOCKET_PATH_MAX = 100  # bytes; sockaddr_un holds 108 with its terminator, gRPC adds a little
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def default_staging_path() -> Path:
@@ -50,17 +49,17 @@ def os_errors(message: str, **context: object) -> Iterator[None]:
     """Turn an OSError of the block into a CkptError that says ``message`` and ``context``.
 
     Raises:
-        NotFoundError: a file or directory is not there.
-        UnavailableError: code "no-space" where the file system is full or a quota or limit is
-            reached, else code "io".
+        NotFoundError, ConflictError, UnavailableError: as :func:`ckpt.storage.durable.os_error` says;
+            code "no-space" also where a limit on the size of files is reached.
     """
     try:
         yield
-    except FileNotFoundError as error:
-        raise NotFoundError(message, code=None, **context, reason=error.strerror) from error
     except OSError as error:
-        code = "no-space" if error.errno in _NO_SPACE else "io"
-        raise UnavailableError(message, code=code, **context, reason=error.strerror or str(error)) from error
+        found = os_error(error, "")
+        # EFBIG: a limit on the size of files, which to the caller is a full disk.
+        code = "no-space" if error.errno == errno.EFBIG else found.code
+        reason = error.strerror or str(error)
+        raise type(found)(message, code=code, **context, reason=reason) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,9 +125,9 @@ class RunConfig:
 class StagingDir:
     """A staging directory. Holds no state: every call looks at the file system.
 
-    Every method may raise UnavailableError (code "no-space" or "io") and, where a path is built from
-    a run key that came from elsewhere, InvalidInputError. Methods may be called from any thread and
-    from several processes; writers of one file replace it whole.
+    Every method may raise UnavailableError (codes "no-space", "denied", "unavailable") and, where a path
+    is built from a run key that came from elsewhere, InvalidInputError. Methods may be called from any
+    thread and from several processes; writers of one file replace it whole.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -353,7 +352,7 @@ class StagingDir:
             raise NotFoundError(missing, path=path) from error
         except OSError as error:
             raise UnavailableError(
-                "a staged file cannot be read", code="io", path=path, reason=error
+                "a staged file cannot be read", code="unavailable", path=path, reason=error
             ) from error
 
     def _names(self, path: Path) -> list[str]:
@@ -362,7 +361,9 @@ class StagingDir:
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:  # an error is not "nothing there"
-            raise UnavailableError("a staging folder cannot be listed", code="io", path=path) from error
+            raise UnavailableError(
+                "a staging folder cannot be listed", code="unavailable", path=path
+            ) from error
 
     def _make_durable_dir(self, path: Path) -> None:
         """Create ``path`` and its missing parents below the staging directory, each name fsynced."""
