@@ -1,0 +1,370 @@
+"""Which rank holds, and which rank stores, which part of a tensor: all by arithmetic.
+
+Striping of replicas, with R replicas (product of the Replicate mesh dims) and replica index i
+(row-major over those dims): a local shard of at least STRIPE_MIN_NBYTES is cut along its first local
+dim of size >= R (else its largest) into rows [n * i // R, n * (i + 1) // R); a smaller one goes whole
+to replica crc32(name) mod R.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from typing import NamedTuple, TypeAlias
+
+from ckpt.errors import InvalidInputError
+from ckpt.format.mesh import Mesh
+from ckpt.format.placement import Placement, Shard, Split, StridedShard, TensorLayout, splits_of
+from ckpt.geometry import Region, Run, Runs, Shape, intersect_runs, merge_runs, narrow_runs
+
+__all__ = [
+    "STRIPE_MIN_NBYTES",
+    "Stripe",
+    "local_region",
+    "owned_region",
+    "owned_stripe",
+    "owners",
+    "right_to_left",
+    "storing_ranks",
+]
+
+STRIPE_MIN_NBYTES = 1 << 20
+
+Chain: TypeAlias = tuple[tuple[int, int], ...]
+Coord: TypeAlias = tuple[int, ...]
+
+
+class Stripe(NamedTuple):
+    """What one rank stores of a tensor.
+
+    Attributes:
+        region: global; never empty.
+        local_start: where it begins in the rank's local tensor, per dim. It extends by region.shape.
+    """
+
+    region: Region
+    local_start: Shape
+
+
+def _split_once(runs: Runs, size: int, link: tuple[int, int], index: int) -> Runs:
+    """Return shard ``index`` of an array of ``size`` elements along a dim, covering ``runs``."""
+    count, factor = link
+    if factor == 1:
+        step = -(-size // count)
+        return narrow_runs(runs, step * index, step * (index + 1))
+    piece = -(-size // factor)
+    parts: list[Run] = []
+    for start in range(0, size, piece or 1):
+        length = min(piece, size - start)
+        step = -(-length // count)
+        low, high = step * index, min(step * (index + 1), length)
+        if low < high:
+            parts.extend(narrow_runs(runs, start + low, start + high))
+    return merge_runs(parts)
+
+
+@lru_cache(maxsize=16384)
+def _shard_runs(size: int, chain: Chain, coord: Coord) -> Runs:
+    """Return the runs of the shard at ``coord`` (one index per link) of a dim of ``size``."""
+    runs: Runs = (Run(0, size),) if size else ()
+    for link, index in zip(chain, coord, strict=True):
+        runs = _split_once(runs, size, link, index)
+        size = sum(run.length for run in runs)
+    return runs
+
+
+def local_region(layout: TensorLayout, rank: int) -> Region | None:
+    """Return what DTensor's local tensor covers on ``rank``; None if it is not in the mesh.
+
+    Every replica gets the same answer. The region may be empty.
+    """
+    coord = layout.mesh.coord_of(rank)
+    return None if coord is None else _region_at(layout, coord)
+
+
+def _region_at(layout: TensorLayout, coord: Coord) -> Region:
+    splits, _ = splits_of(layout.mesh.shape, layout.placements, len(layout.global_shape))
+    return Region(
+        tuple(
+            _shard_runs(size, split.chain, tuple([coord[dim] for dim in split.mesh_dims]))
+            for size, split in zip(layout.global_shape, splits, strict=True)
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Striping:
+    """How one shard is shared by its replicas: ``dim`` is cut, or (None) ``keeper`` has it all."""
+
+    count: int
+    dim: int | None
+    keeper: int
+
+    def rows(self, index: int, size: int) -> tuple[int, int]:
+        return size * index // self.count, size * (index + 1) // self.count
+
+    def holder(self, row: int, size: int) -> int:
+        # The largest i with size * i // count <= row.
+        return -(-(row + 1) * self.count // size) - 1
+
+
+def _striping(layout: TensorLayout, shape: Shape, count: int) -> _Striping:
+    nbytes = math.prod(shape) * layout.itemsize
+    if count == 1 or nbytes < STRIPE_MIN_NBYTES:
+        return _Striping(count, None, _keeper(layout.name, count))
+    for dim, size in enumerate(shape):
+        if size >= count:
+            return _Striping(count, dim, 0)
+    return _Striping(count, shape.index(max(shape)), 0)
+
+
+def _keeper(name: str, count: int) -> int:
+    return zlib.crc32(name.encode()) % count if count > 1 else 0
+
+
+def owned_stripe(layout: TensorLayout, rank: int) -> Stripe | None:
+    """Return what ``rank`` stores of the tensor, and where that is in its local tensor.
+
+    None: nothing (not in the mesh, an empty shard, or another replica stores it).
+    """
+    coord = layout.mesh.coord_of(rank)
+    if coord is None:
+        return None
+    region = _region_at(layout, coord)
+    if region.is_empty:
+        return None
+    _, replica_dims = splits_of(layout.mesh.shape, layout.placements, len(layout.global_shape))
+    count, index = 1, 0
+    for dim in replica_dims:
+        count *= layout.mesh.shape[dim]
+        index = index * layout.mesh.shape[dim] + coord[dim]
+    start = (0,) * len(region.runs)
+    if count == 1:
+        return Stripe(region, start)
+    shape = region.shape
+    striping = _striping(layout, shape, count)
+    if striping.dim is None:
+        return Stripe(region, start) if striping.keeper == index else None
+    low, high = striping.rows(index, shape[striping.dim])
+    if low == high:
+        return None
+    return Stripe(
+        region.narrow(striping.dim, low, high), (*start[: striping.dim], low, *start[striping.dim + 1 :])
+    )
+
+
+def owned_region(layout: TensorLayout, rank: int) -> Region | None:
+    """Return what ``rank`` stores of the tensor; None: nothing.
+
+    Over all ranks of the mesh the owned regions cover every element exactly once.
+    """
+    stripe = owned_stripe(layout, rank)
+    return None if stripe is None else stripe.region
+
+
+def owners(layout: TensorLayout, wanted: Region) -> Iterator[tuple[int, Region]]:
+    """Yield (rank, owned region) of every rank that stores a part of ``wanted``, each rank once.
+
+    The cost grows with the number of such ranks, not with the size of the mesh.
+
+    Raises:
+        InvalidInputError: ``wanted`` has another ndim than the tensor.
+    """
+    if len(wanted.runs) != len(layout.global_shape):
+        raise InvalidInputError(
+            "region of another ndim", tensor=layout.name, expected=len(layout.global_shape)
+        )
+    splits, replica_dims = splits_of(layout.mesh.shape, layout.placements, len(layout.global_shape))
+    candidates = [
+        _overlapping(size, split.chain, runs)
+        for size, split, runs in zip(layout.global_shape, splits, wanted.runs, strict=True)
+    ]
+    coord = [0] * layout.mesh.ndim
+    for chosen in product(*candidates):
+        for split, (indexes, _) in zip(splits, chosen, strict=True):
+            for mesh_dim, index in zip(split.mesh_dims, indexes, strict=True):
+                coord[mesh_dim] = index
+        shard = Region(tuple(runs for _, runs in chosen))
+        yield from _storing_replicas(layout, replica_dims, coord, shard, wanted)
+
+
+def _storing_replicas(
+    layout: TensorLayout, replica_dims: Coord, coord: list[int], shard: Region, wanted: Region
+) -> Iterator[tuple[int, Region]]:
+    # ``coord``: right in the sharded mesh dims; the replica dims are filled in here.
+    sizes = [layout.mesh.shape[dim] for dim in replica_dims]
+    shape = shard.shape
+    striping = _striping(layout, shape, math.prod(sizes))
+    dim = striping.dim
+    if dim is None:
+        _set_replica(coord, replica_dims, sizes, striping.keeper)
+        yield layout.mesh.rank_at(coord), shard
+        return
+    rows = shape[dim]
+    last = -1
+    for start, _, length in sorted(intersect_runs(shard.runs[dim], wanted.runs[dim])):
+        first = max(striping.holder(start, rows), last + 1)
+        last = striping.holder(start + length - 1, rows)
+        for index in range(first, last + 1):
+            low, high = striping.rows(index, rows)
+            if low < high:
+                _set_replica(coord, replica_dims, sizes, index)
+                yield layout.mesh.rank_at(coord), shard.narrow(dim, low, high)
+
+
+def _set_replica(coord: list[int], dims: Coord, sizes: list[int], index: int) -> None:
+    for dim, size in zip(reversed(dims), reversed(sizes), strict=True):
+        index, coord[dim] = divmod(index, size)
+
+
+def _overlapping(size: int, chain: Chain, wanted: Runs) -> list[tuple[Coord, Runs]]:
+    """Return (coord, runs) of the shards of one dim that share elements with ``wanted``."""
+    if not size or not wanted:
+        return []
+    if all(factor == 1 for _, factor in chain):
+        found: dict[Coord, Runs] = {}
+        for run in wanted:
+            _divide(0, size, chain, (), run, found)
+        return list(found.items())
+    table = _shard_table(size, chain)
+    coords: dict[Coord, None] = {}
+    for run in wanted:
+        at = bisect_right(table.starts, run.start) - 1
+        while at < len(table.starts) and table.starts[at] < run.start + run.length:
+            coords[table.coords[at]] = None
+            at += 1
+    return [(coord, _shard_runs(size, chain, coord)) for coord in coords]
+
+
+def _divide(start: int, size: int, chain: Chain, coord: Coord, wanted: Run, found: dict[Coord, Runs]) -> None:
+    # Plain shards are intervals: the indexes that matter follow by division at each link.
+    if not chain:
+        found[coord] = (Run(start, size),)
+        return
+    step = -(-size // chain[0][0])
+    low = max(wanted.start - start, 0)
+    high = min(wanted.start + wanted.length - start, size)
+    for index in range(low // step, (high - 1) // step + 1):
+        here = index * step
+        _divide(start + here, min(step, size - here), chain[1:], (*coord, index), wanted, found)
+
+
+@dataclass(frozen=True, slots=True)
+class _ShardTable:
+    """Every run of a strided dim, ascending; they are disjoint and cover the dim."""
+
+    starts: tuple[int, ...]
+    coords: tuple[Coord, ...]
+
+
+@lru_cache(maxsize=256)
+def _shard_table(size: int, chain: Chain) -> _ShardTable:
+    level: list[tuple[Coord, Runs, int]] = [((), (Run(0, size),), size)]
+    for link in chain:
+        deeper: list[tuple[Coord, Runs, int]] = []
+        for coord, runs, length in level:
+            for index in range(link[0]):
+                part = _split_once(runs, length, link, index)
+                if part:
+                    deeper.append(((*coord, index), part, sum(run.length for run in part)))
+        level = deeper
+    entries = sorted((run.start, coord) for coord, runs, _ in level for run in runs)
+    return _ShardTable(tuple(start for start, _ in entries), tuple(coord for _, coord in entries))
+
+
+@lru_cache(maxsize=1024)
+def _holding_coords(size: int, chain: Chain) -> tuple[Coord, ...]:
+    return tuple(coord for coord, _ in _overlapping(size, chain, (Run(0, size),) if size else ()))
+
+
+def storing_ranks(layouts: Iterable[TensorLayout]) -> set[int]:
+    """Return every rank that stores a part of at least one of the tensors.
+
+    A mesh all of whose ranks are known to store something is not looked at again, so the cost is
+    about that of one or two large tensors per mesh.
+    """
+    found: set[int] = set()
+    full: set[Mesh] = set()
+    seen: set[tuple[object, ...]] = set()
+    for layout in sorted(layouts, key=lambda item: -item.nbytes):
+        if layout.mesh in full:
+            continue
+        splits, replica_dims = splits_of(layout.mesh.shape, layout.placements, len(layout.global_shape))
+        held = [
+            _holding_coords(size, split.chain)
+            for size, split in zip(layout.global_shape, splits, strict=True)
+        ]
+        replicas = math.prod(layout.mesh.shape[dim] for dim in replica_dims)
+        striped = replicas > 1 and layout.nbytes >= STRIPE_MIN_NBYTES
+        key = (layout.mesh, layout.placements, layout.global_shape, striped, _keeper(layout.name, replicas))
+        if key in seen:
+            continue
+        seen.add(key)
+        if striped:
+            found.update(rank for rank, _ in owners(layout, Region.whole(layout.global_shape)))
+        else:
+            found.update(_whole_shard_ranks(layout, splits, replica_dims, held))
+        if len(found) >= layout.mesh.size and found.issuperset(layout.mesh.ranks):
+            full.add(layout.mesh)
+    return found
+
+
+def _whole_shard_ranks(
+    layout: TensorLayout, splits: tuple[Split, ...], replica_dims: Coord, held: list[tuple[Coord, ...]]
+) -> Iterator[int]:
+    coord = [0] * layout.mesh.ndim
+    sizes = [layout.mesh.shape[dim] for dim in replica_dims]
+    _set_replica(coord, replica_dims, sizes, _keeper(layout.name, math.prod(sizes)))
+    for chosen in product(*held):
+        for split, indexes in zip(splits, chosen, strict=True):
+            for mesh_dim, index in zip(split.mesh_dims, indexes, strict=True):
+                coord[mesh_dim] = index
+        yield layout.mesh.rank_at(coord)
+
+
+def right_to_left(layout: TensorLayout) -> TensorLayout | None:
+    """Return the layout of plain shards that FSDP2 really makes where it reports ``_StridedShard``.
+
+    FSDP2 splits the shard that tensor parallelism left, so the later mesh dims come first. DTensor
+    describes that as a strided shard whose split factor is the number of those later shards. For
+    even sizes both are the same; for some uneven ones they are not (9 rows, TP 2, FSDP 4), and the
+    data follow FSDP2. The result lives on the same ranks with permuted mesh dims.
+
+    Returns:
+        ``layout`` itself if nothing is strided; None if a split factor is not the number of later
+        shards of its dim, so that no such order exists.
+    """
+    mesh = layout.mesh
+    order = list(range(mesh.ndim))
+    for tensor_dim in {p.dim for p in layout.placements if isinstance(p, StridedShard)}:
+        slots = [i for i, p in enumerate(layout.placements) if _dim_of(p) == tensor_dim]
+        chosen: list[int] = []
+        count = 1
+        for mesh_dim in reversed(slots):
+            placement = layout.placements[mesh_dim]
+            if isinstance(placement, Shard) or placement == StridedShard(tensor_dim, 1):
+                chosen.insert(0, mesh_dim)
+            elif placement == StridedShard(tensor_dim, count):
+                chosen.append(mesh_dim)
+            else:
+                return None
+            count *= mesh.shape[mesh_dim]
+        for slot, mesh_dim in zip(slots, chosen, strict=True):
+            order[slot] = mesh_dim
+    if not any(isinstance(p, StridedShard) for p in layout.placements):
+        return layout
+    placements = tuple(_plain(layout.placements[dim]) for dim in order)
+    return replace(layout, mesh=mesh.permute(order), placements=placements)
+
+
+def _dim_of(placement: Placement) -> int | None:
+    return placement.dim if isinstance(placement, Shard | StridedShard) else None
+
+
+def _plain(placement: Placement) -> Placement:
+    return Shard(placement.dim) if isinstance(placement, StridedShard) else placement
