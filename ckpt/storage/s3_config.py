@@ -1,0 +1,142 @@
+"""What both S3 engines need to know, from options, environment and the AWS credentials files.
+
+Precedence, first wins: options; the variables botocore reads (``AWS_ENDPOINT_URL_S3``,
+``AWS_ENDPOINT_URL``, ``AWS_REGION``, ``AWS_DEFAULT_REGION``, ``AWS_ACCESS_KEY_ID`` ...);
+the profile ``AWS_PROFILE`` (else ``default``) of ``~/.aws/config`` and ``~/.aws/credentials``.
+Where none of them has keys, the engine asks the cloud's own sources (web identity, container, instance).
+"""
+
+from __future__ import annotations
+
+import configparser
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckpt.errors import InvalidInputError
+
+__all__ = ["ProfileKeys", "S3Config", "read_profile_keys", "split_bucket_url"]
+
+_OURS = frozenset(
+    {"endpoint_url", "region", "access_key_id", "secret_access_key", "session_token", "addressing_style"}
+)
+_CLOUD_SOURCES = (
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileKeys:
+    """Keys as they stand in a credentials file now."""
+
+    access_key_id: str
+    secret_access_key: str = field(repr=False)
+    session_token: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class S3Config:
+    """Resolved settings.
+
+    Attributes:
+        endpoint_url: None: Amazon's own.
+        region: ``us-east-1`` where nothing says otherwise.
+        access_key_id, secret_access_key, session_token: from options or environment; None: not given there.
+        from_profile: keys are to be read from the credentials file, again and again, since a tool may
+            rotate them there during a long job.
+        virtual_hosted: bucket in the host name instead of the path.
+        rest: options that are not ours, for the engine.
+    """
+
+    endpoint_url: str | None
+    region: str
+    access_key_id: str | None
+    secret_access_key: str | None = field(repr=False)
+    session_token: str | None = field(repr=False)
+    from_profile: bool
+    virtual_hosted: bool
+    rest: dict[str, str]
+
+    @classmethod
+    def resolve(
+        cls, bucket: str, options: Mapping[str, str], environ: Mapping[str, str] = os.environ
+    ) -> S3Config:
+        """Resolve ``options`` over ``environ`` over the files. Raises InvalidInputError."""
+        profile = _profile(environ)
+        endpoint = (
+            options.get("endpoint_url")
+            or environ.get("AWS_ENDPOINT_URL_S3")
+            or environ.get("AWS_ENDPOINT_URL")
+            or profile.get("endpoint_url")
+        )
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            raise InvalidInputError("an endpoint URL begins with http:// or https://", endpoint_url=endpoint)
+        # Keys belong together: never mix those of one source with those of another.
+        source = (
+            {name: options.get(name) for name in ("access_key_id", "secret_access_key", "session_token")}
+            if "access_key_id" in options
+            else {
+                name: environ.get(f"AWS_{name.upper()}") or None
+                for name in ("access_key_id", "secret_access_key", "session_token")
+            }
+        )
+        if bool(source["access_key_id"]) != bool(source["secret_access_key"]):
+            raise InvalidInputError("an access key needs both its id and its secret", code="half-credentials")
+        return cls(
+            endpoint_url=endpoint.rstrip("/") if endpoint else None,
+            region=options.get("region")
+            or environ.get("AWS_REGION")
+            or environ.get("AWS_DEFAULT_REGION")
+            or profile.get("region")
+            or "us-east-1",
+            **source,
+            from_profile=not source["access_key_id"]
+            and not any(name in environ for name in _CLOUD_SOURCES)
+            and read_profile_keys(environ) is not None,
+            virtual_hosted=_virtual(options.get("addressing_style", "auto"), endpoint, bucket),
+            rest={name: value for name, value in options.items() if name not in _OURS},
+        )
+
+
+def _virtual(style: str, endpoint: str | None, bucket: str) -> bool:
+    if style not in ("auto", "path", "virtual"):
+        raise InvalidInputError("addressing_style is auto, path or virtual", addressing_style=style)
+    # Amazon's wildcard certificate does not cover a bucket name with dots.
+    return style == "virtual" or (style == "auto" and endpoint is None and "." not in bucket)
+
+
+def split_bucket_url(url: str) -> tuple[str, str]:
+    """Split ``scheme://bucket/some/prefix`` into bucket and prefix. Raises InvalidInputError."""
+    bucket, _, prefix = url.partition("://")[2].partition("/")
+    if not bucket:
+        raise InvalidInputError("the URL names no bucket", url=url)
+    return bucket, prefix.strip("/")
+
+
+def _read_section(path: Path, section: str) -> dict[str, str]:
+    parser = configparser.RawConfigParser()
+    try:
+        parser.read(path, encoding="utf-8")
+    except (configparser.Error, UnicodeDecodeError) as error:
+        raise InvalidInputError("cannot parse the AWS configuration file", path=path) from error
+    return dict(parser[section]) if parser.has_section(section) else {}
+
+
+def _profile(environ: Mapping[str, str]) -> dict[str, str]:
+    name = environ.get("AWS_PROFILE", "default")
+    config = Path(environ.get("AWS_CONFIG_FILE", "~/.aws/config")).expanduser()
+    shared = Path(environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")).expanduser()
+    section = "default" if name == "default" else f"profile {name}"
+    return _read_section(config, section) | _read_section(shared, name)
+
+
+def read_profile_keys(environ: Mapping[str, str] = os.environ) -> ProfileKeys | None:
+    """Return the static keys of the profile as the files have them now, or None."""
+    profile = _profile(environ)
+    key, secret = profile.get("aws_access_key_id"), profile.get("aws_secret_access_key")
+    if not key or not secret:
+        return None
+    return ProfileKeys(key, secret, profile.get("aws_session_token"))
