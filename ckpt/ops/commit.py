@@ -1,0 +1,239 @@
+"""Make a checkpoint exist: check that everything is there, then put the manifest create-if-absent.
+
+The order of writes, and what a crash after each leaves:
+
+1. segments and layouts, then the group index (by each node's server): invisible; continued or swept later.
+2. the merged layout, where ranks had different ones: content-addressed, harmless.
+3. the manifest, by a conditional put: before it nothing is visible, after it all is. There is no step 4.
+
+Any server may try at any time; the conditional put decides. A committer of an older attempt (a zombie, or a
+server that catches up after a network cut) is not refused: its checkpoint is whole and may be wanted by name,
+and ``latest`` looks at the newest attempt only, so it hides nothing (see ckpt.ops.catalog).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from ckpt.clock import Clock, SystemClock, random_bytes
+from ckpt.errors import CkptError, CorruptError, NotFoundError
+from ckpt.events import event, get_logger
+from ckpt.format.ids import CheckpointId
+from ckpt.format.invariants import (
+    check_coverage,
+    check_groups,
+    check_layouts,
+    layout_digests,
+    merged_references,
+    raise_first,
+)
+from ckpt.format.keys import manifest_key
+from ckpt.format.layout import LayoutSet
+from ckpt.format.manifest import GroupIndex, encode_manifest, groups_digest, open_manifest
+from ckpt.ops.catalog import exists, latest, read_manifest
+from ckpt.ops.groups import list_groups, put_layout, read_group_headers, read_layout
+from ckpt.storage.base import Store
+from ckpt.storage.conditional import commit_put
+from ckpt_proto.v1 import disk_pb2
+
+__all__ = ["CommitResult", "CommitState", "commit_delay_s", "may_commit", "try_commit"]
+
+_log = get_logger("ops.commit")
+_TAKEOVER_STEP_S = 2.0
+_TAKEOVER_MOST_S = 60.0
+
+
+class CommitState(Enum):
+    """How :func:`try_commit` ended."""
+
+    COMMITTED = "committed"
+    ALREADY = "already"
+    WAITING = "waiting"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitResult:
+    """What :func:`try_commit` found or did.
+
+    Attributes:
+        state: COMMITTED by this call; ALREADY there; WAITING for group indexes.
+        missing: groups waited for; empty where not even their number is known yet.
+        warnings: named oddities that did not stop the commit.
+    """
+
+    state: CommitState
+    missing: tuple[int, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+def commit_delay_s(
+    *, conditional: bool, hosts_rank0: bool, group_index: int, settle_s: float = 300.0
+) -> float:
+    """Return how long a server leaves a commit to others before it tries itself, in seconds.
+
+    Counted from when it knows that all group indexes are there. The server of rank 0 never waits. Where
+    the store keeps the condition of ``put_new`` the others wait a little longer each, only to spare
+    requests. Where it does not, only rank 0's server commits, and a takeover needs ``settle_s``: longer than
+    any put of rank 0's server can be under way, because the two would overwrite each other unnoticed.
+    """
+    if hosts_rank0:
+        return 0.0
+    growing = min(_TAKEOVER_STEP_S * max(group_index, 1), _TAKEOVER_MOST_S)
+    return growing if conditional else settle_s + growing
+
+
+def may_commit(
+    *, conditional: bool, hosts_rank0: bool, group_index: int, waited_s: float, settle_s: float = 300.0
+) -> bool:
+    """Return whether a server that has waited ``waited_s`` may try. See :func:`commit_delay_s`.
+
+    :func:`try_commit` looks for an existing manifest first, so trying late is never wrong.
+    """
+    delay_s = commit_delay_s(
+        conditional=conditional, hosts_rank0=hosts_rank0, group_index=group_index, settle_s=settle_s
+    )
+    return waited_s >= delay_s
+
+
+def try_commit(
+    store: Store,
+    ident: CheckpointId,
+    *,
+    environment: Mapping[str, str] | None = None,
+    clock: Clock | None = None,
+) -> CommitResult:
+    """Commit ``ident`` if all its group indexes are in the store. Idempotent. Blocks on the store.
+
+    Reads the headers of the group indexes only: O(groups) requests, however many ranks and tensors.
+
+    Args:
+        store: of the run.
+        ident: which checkpoint.
+        environment: versions and settings to note in the manifest, beside those of the segments.
+        clock: for the time noted in the manifest and for back-off.
+
+    Raises:
+        CorruptError: the parts are there and do not make a checkpoint; it can never be committed.
+        UnavailableError: the store cannot be reached, or it is unknown whether the put arrived. Call again.
+    """
+    clock = clock or SystemClock()
+    if exists(store, ident):
+        return CommitResult(state=CommitState.ALREADY)
+    listing = list_groups(store, ident)
+    if not listing.is_complete:
+        return CommitResult(state=CommitState.WAITING, missing=listing.missing)
+    groups = read_group_headers(store, listing.in_order())
+    merged = _prove_whole(store, ident, groups)
+    manifest = _manifest(ident, groups, merged, environment or {}, clock)
+    key = manifest_key(ident)
+    ours = commit_put(
+        store,
+        key,
+        encode_manifest(manifest),
+        manifest.write_id,
+        is_ours=lambda data: open_manifest(data, ident, key=key).write_id == manifest.write_id,
+        clock=clock,
+    )
+    if not ours:
+        return CommitResult(state=CommitState.ALREADY)
+    warnings = tuple(_state_warnings(groups))
+    event(
+        _log,
+        logging.INFO,
+        "commit.done",
+        checkpoint=ident,
+        groups=len(groups),
+        nbytes=manifest.nbytes,
+        tensors=manifest.tensor_count,
+    )
+    for warning in warnings:
+        event(_log, logging.WARNING, "commit.odd", checkpoint=ident, reason=warning)
+    return CommitResult(state=CommitState.COMMITTED, warnings=warnings)
+
+
+def _prove_whole(store: Store, ident: CheckpointId, groups: Sequence[GroupIndex]) -> LayoutSet:
+    """Check the invariants and return the merged layout, which is in the store by then."""
+    raise_first(check_groups(ident, groups))
+    used = layout_digests(groups)
+    layouts = {key: read_layout(store, key) for key in used}
+    merged, problems = check_layouts(used, layouts)
+    raise_first(problems)
+    raise_first(check_coverage(merged, used, layouts))
+    raise_first(_check_references(store, groups))
+    if merged.digest not in layouts:
+        put_layout(store, merged)
+    return merged
+
+
+def _check_references(store: Store, groups: Sequence[GroupIndex]) -> list[CkptError]:
+    """Check that the data this checkpoint borrows from older ones was not pruned meanwhile."""
+    gone = [other for other in merged_references(groups) if not exists(store, other)]
+    if not gone:
+        return []
+    # Pruned, but its data stay as long as a checkpoint that exists needs them.
+    newest = latest(store)
+    held: set[CheckpointId] = set()
+    if newest is not None:
+        try:
+            held = {CheckpointId.from_proto(other) for other in read_manifest(store, newest).references}
+        except NotFoundError:
+            held = set()
+    return [
+        CorruptError(
+            "chunks lie in the objects of a checkpoint that was pruned meanwhile",
+            code="reference-gone",
+            checkpoint=groups[0].key,
+            reference=other,
+        )
+        for other in gone
+        if other not in held
+    ]
+
+
+def _manifest(
+    ident: CheckpointId,
+    groups: Sequence[GroupIndex],
+    merged: LayoutSet,
+    environment: Mapping[str, str],
+    clock: Clock,
+) -> disk_pb2.Manifest:
+    first = groups[0].header
+    segments = [segment for group in groups for segment in group.header.segments]
+    manifest = disk_pb2.Manifest(
+        run=first.run,
+        id=ident.to_proto(),
+        write_id=random_bytes(16),
+        world_size=first.world_size,
+        group_count=len(groups),
+        layout_digest=merged.digest,
+        groups_digest=groups_digest(groups),
+        nbytes=sum(segment.nbytes for segment in segments),
+        tensor_count=len(merged),
+        has_explicit_boxes=any(segment.has_explicit_boxes for segment in segments),
+        committed_at=clock.now(),
+        references=[other.to_proto() for other in merged_references(groups)],
+        environment={**first.environment, **environment},
+    )
+    if first.HasField("parent"):
+        manifest.parent.CopyFrom(first.parent)
+    return manifest
+
+
+def _state_warnings(groups: Sequence[GroupIndex]) -> list[str]:
+    """Name ranks whose common state differs from rank 0's, which is the one a restore uses."""
+    digests = {
+        segment.rank: segment.state_digest
+        for group in groups
+        for segment in group.header.segments
+        if segment.state_digest
+    }
+    if len(set(digests.values())) <= 1:
+        return []
+    common = digests.get(0, Counter(digests.values()).most_common(1)[0][0])
+    other = sorted(rank for rank, value in digests.items() if value != common)
+    shown = ", ".join(map(str, other[:8])) + (", ..." if len(other) > 8 else "")
+    return [f"plain state differs from rank 0's on {len(other)} ranks ({shown}); a restore uses rank 0's"]

@@ -1,0 +1,184 @@
+"""Group indexes and layouts in the store: put them, and read just the part that is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from ckpt.digest import digest
+from ckpt.errors import CorruptError, NotFoundError
+from ckpt.format.envelope import HEAD_NBYTES, Kind, envelope_nbytes, open_envelope, seal_message
+from ckpt.format.ids import CheckpointId
+from ckpt.format.keys import group_key, index_prefix, layout_key, parse_group_key
+from ckpt.format.layout import LayoutSet
+from ckpt.format.manifest import (
+    GroupIndex,
+    encode_group_index,
+    group_header,
+    open_segment_index,
+    parse_group_index,
+)
+from ckpt.storage.base import ObjectInfo, Store
+from ckpt_proto.v1 import disk_pb2
+
+__all__ = [
+    "GroupListing",
+    "list_groups",
+    "put_group_index",
+    "put_layout",
+    "read_group_header",
+    "read_group_headers",
+    "read_layout",
+    "read_segment_index",
+]
+
+_FIRST_READ_NBYTES = 64 << 10  # holds the header of a group of 8 several times over
+_WORKERS = 16
+
+
+class GroupListing:
+    """The group indexes of one checkpoint that are in the store.
+
+    Attributes:
+        objects: by group number.
+        count: number of groups the checkpoint has; None where no group index is there yet.
+    """
+
+    def __init__(self, objects: dict[int, ObjectInfo], count: int | None) -> None:
+        self.objects = objects
+        self.count = count
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Groups that are not there yet; empty also where not even their number is known."""
+        return tuple(i for i in range(self.count or 0) if i not in self.objects)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.count is not None and len(self.objects) == self.count
+
+    def in_order(self) -> list[ObjectInfo]:
+        """Return the objects by ascending group number."""
+        return [self.objects[i] for i in sorted(self.objects)]
+
+
+def put_group_index(store: Store, segments: Sequence[disk_pb2.SegmentIndex]) -> str:
+    """Store the group index of ``segments`` and return its key. Blocks on the store.
+
+    Call it only when the object of every segment and every layout it names is complete: a group index in the
+    store says so. Putting the same segments again stores the same bytes.
+
+    Args:
+        segments: of every rank of the group, ascending, with the chunk tables as the store has them.
+
+    Raises:
+        InvalidInputError: they are not the segments of one group.
+    """
+    header = group_header(segments)
+    ident = CheckpointId.from_proto(header.id)
+    key = group_key(ident, header.group.index, header.group.count)
+    store.put(key, encode_group_index(header, segments))
+    return key
+
+
+def list_groups(store: Store, ident: CheckpointId) -> GroupListing:
+    """Return which group indexes of ``ident`` are in the store.
+
+    Raises:
+        CorruptError: code "groups": they do not agree on the number of groups.
+    """
+    objects: dict[int, ObjectInfo] = {}
+    counts = set()
+    for info in store.list_keys(index_prefix(ident)):
+        parsed = parse_group_key(info.key)
+        if parsed is None:
+            continue
+        _, index, count = parsed
+        objects[index] = info
+        counts.add(count)
+    if len(counts) > 1 or any(index >= count for index in objects for count in counts):
+        raise CorruptError(
+            "group indexes disagree on the number of groups",
+            code="groups",
+            checkpoint=ident,
+            counts=sorted(counts),
+        )
+    return GroupListing(objects, counts.pop() if counts else None)
+
+
+def read_group_header(store: Store, key: str, *, nbytes: int | None = None) -> GroupIndex:
+    """Read and check the header of the group index at ``key``, not its segment indexes.
+
+    Args:
+        nbytes: size of the object, where a listing told it already; saves a request.
+
+    Raises:
+        NotFoundError: there is no such object.
+        CorruptError: it is damaged, or belongs to another checkpoint or group.
+    """
+    size = store.head(key).nbytes if nbytes is None else nbytes
+    data = store.get_range(key, 0, min(size, _FIRST_READ_NBYTES))
+    total = envelope_nbytes(memoryview(data)[:HEAD_NBYTES], where=key)
+    if total > size:
+        raise CorruptError(
+            "group index is cut short", code="truncated", where=key, nbytes=size, expected=total
+        )
+    if total > len(data):
+        data = store.get_range(key, 0, total)
+    group = parse_group_index(data, key=key)
+    header = group.header
+    found = (CheckpointId.from_proto(header.id), header.group.index, header.group.count)
+    if parse_group_key(key) != found:
+        raise CorruptError("group index lies under a wrong key", code="identity", key=key, found=found[0])
+    if group.nbytes != size:
+        raise CorruptError(
+            "group index has the wrong size", code="truncated", where=key, nbytes=size, expected=group.nbytes
+        )
+    return group
+
+
+def read_group_headers(store: Store, objects: Iterable[ObjectInfo]) -> list[GroupIndex]:
+    """Read many headers at once, in the order given. The first failure is raised."""
+    infos = list(objects)
+    if len(infos) <= 1:
+        return [read_group_header(store, info.key, nbytes=info.nbytes) for info in infos]
+    with ThreadPoolExecutor(min(_WORKERS, len(infos)), thread_name_prefix="ckpt-headers") as pool:
+        return list(pool.map(lambda info: read_group_header(store, info.key, nbytes=info.nbytes), infos))
+
+
+def read_segment_index(store: Store, group: GroupIndex, rank: int) -> disk_pb2.SegmentIndex:
+    """Read and check the segment index of ``rank``. One ranged request.
+
+    Raises:
+        NotFoundError: code "rank": the group does not have this rank.
+        CorruptError: it is damaged.
+    """
+    summary = group.summary(rank)
+    if summary is None:
+        raise NotFoundError("group has no such rank", code="rank", key=group.key, rank=rank)
+    start = group.header_nbytes + summary.index_offset
+    return open_segment_index(store.get_range(group.key, start, summary.index_nbytes), summary, key=group.key)
+
+
+def put_layout(store: Store, layouts: LayoutSet) -> bytes:
+    """Store a layout set under its digest and return the digest. Storing it again changes nothing."""
+    store.put(layout_key(layouts.digest), seal_message(Kind.LAYOUT_SET, layouts.encode()))
+    return layouts.digest
+
+
+def read_layout(store: Store, layout_digest: bytes) -> LayoutSet:
+    """Return the layout set of this digest.
+
+    Raises:
+        CorruptError: code "layout-missing" where there is none (what named it is broken without it), or it is
+            damaged.
+    """
+    key = layout_key(layout_digest)
+    try:
+        data = store.get(key)
+    except NotFoundError as error:
+        raise CorruptError("layout is not in the store", code="layout-missing", key=key) from error
+    payload = open_envelope(Kind.LAYOUT_SET, data, where=key)
+    if digest(payload) != layout_digest:
+        raise CorruptError("layout is not the one its key says", code="identity", key=key)
+    return LayoutSet.decode(payload)
