@@ -138,11 +138,12 @@ class LayoutSet(Mapping[str, TensorLayout]):
 def merge_layout_sets(sets: Iterable[LayoutSet]) -> LayoutSet:
     """Return the union by name. The result does not depend on the order of ``sets``.
 
-    The same name on different meshes: each mesh covers the tensor alone, and the one with the lowest
-    rank at its origin is kept.
+    The same name on disjoint meshes (weights that pipeline stages share): each mesh covers the tensor
+    alone, and the one with the lowest base is kept.
 
     Raises:
-        CorruptError: two sets disagree on the shape or dtype of a tensor, code "layout-mismatch".
+        CorruptError: code "layout-mismatch": sets disagree on the shape or dtype of a tensor, or on how
+            it is split over one and the same ranks, so that no layout says what each of them stored.
     """
     merged: dict[str, TensorLayout] = {}
     seen: set[LayoutSet] = set()
@@ -154,18 +155,23 @@ def merge_layout_sets(sets: Iterable[LayoutSet]) -> LayoutSet:
             known = merged.setdefault(name, layout)
             if known is layout or known == layout:
                 continue
-            if (known.global_shape, known.dtype) != (layout.global_shape, layout.dtype):
+            if not _are_copies(known, layout):
                 raise CorruptError(
                     "ranks disagree on a tensor",
                     code="layout-mismatch",
                     tensor=name,
-                    left=f"{known.dtype}{list(known.global_shape)}",
-                    right=f"{layout.dtype}{list(layout.global_shape)}",
+                    left=_describe(known),
+                    right=_describe(layout),
                 )
-            merged[name] = min(known, layout, key=_merge_order)
+            merged[name] = min(known, layout, key=lambda item: item.mesh.base)
     return LayoutSet(merged.values())
 
 
-def _merge_order(layout: TensorLayout) -> tuple[int, bytes]:
-    # The stored bytes break ties, so that every committer merges to the same bytes.
-    return layout.mesh.base, LayoutSet([layout]).encode()
+def _are_copies(left: TensorLayout, right: TensorLayout) -> bool:
+    same = (left.global_shape, left.dtype) == (right.global_shape, right.dtype)
+    return same and left.mesh.ranks_set.isdisjoint(right.mesh.ranks_set)
+
+
+def _describe(layout: TensorLayout) -> str:
+    splits = ", ".join(map(str, layout.placements))
+    return f"{layout.dtype}{list(layout.global_shape)} over {list(layout.mesh.shape)}: {splits}"

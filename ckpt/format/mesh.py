@@ -83,6 +83,11 @@ class Mesh:
             return self.explicit
         return _affine_ranks(self.shape, self.base, self.strides)
 
+    @cached_property
+    def ranks_set(self) -> frozenset[int]:
+        """All ranks. Costs O(size)."""
+        return frozenset(self.ranks)
+
     def rank_at(self, coord: Sequence[int]) -> int:
         """Return the rank at ``coord``, one index per mesh dim."""
         if self.strides is not None:

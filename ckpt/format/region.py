@@ -309,7 +309,7 @@ def storing_ranks(layouts: Iterable[TensorLayout]) -> set[int]:
             found.update(rank for rank, _ in owners(layout, Region.whole(layout.global_shape)))
         else:
             found.update(_whole_shard_ranks(layout, splits, replica_dims, held))
-        if len(found) >= layout.mesh.size and found.issuperset(layout.mesh.ranks):
+        if len(found) >= layout.mesh.size and found >= layout.mesh.ranks_set:
             full.add(layout.mesh)
     return found
 
