@@ -242,9 +242,9 @@ def _start(
         staging.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Not the trainer's stdout or stderr: launchers wait until the last holder of the pipe is gone.
         with (staging.path / "flusher.log").open("ab") as log:
+            own = ["--control-fd", str(theirs.fileno()), "--trainer-pid", str(os.getpid())]
             return subprocess.Popen(
-                [sys.executable, "-P", "-m", "ckpt.flusher", "--control-fd", str(theirs.fileno())]
-                + ["--trainer-pid", str(os.getpid()), *options],
+                [sys.executable, "-P", "-m", "ckpt.flusher", *own, *options],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
