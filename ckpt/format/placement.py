@@ -86,7 +86,8 @@ class TensorLayout:
         placements: one per mesh dim, applied from left to right.
 
     Raises:
-        InvalidInputError: a placement does not fit the tensor or the mesh, or the dtype is unknown.
+        InvalidInputError: a placement does not fit the tensor or the mesh, the dtype is unknown, or the
+            name has no UTF-8 form.
     """
 
     name: str
@@ -101,6 +102,7 @@ class TensorLayout:
         if any(n < 0 for n in self.global_shape):
             raise InvalidInputError("negative size", code="layout", tensor=self.name)
         dtypes.itemsize(self.dtype)
+        _check_name(self.name)
         for placement in self.placements:
             if isinstance(placement, Replicate):
                 continue
@@ -118,6 +120,15 @@ class TensorLayout:
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
         return math.prod(self.global_shape) * self.itemsize
+
+
+def _check_name(name: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:  # a lone surrogate; neither protobuf nor JSON can hold it
+        raise InvalidInputError(
+            "tensor name is not valid Unicode", code="layout", tensor=ascii(name)
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,7 +153,7 @@ def read_safetensors_header(data: Buffer, *, nbytes: int, where: str) -> list[Pl
             (_parse(name, entry, base) for name, entry in entries.items() if name != _METADATA),
             key=lambda item: item.start,
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError("segment header is malformed", code="segment-header", where=where) from error
     position = base
     for item in placed:
