@@ -1,1 +1,7 @@
 """Checkpointing inside a PyTorch training loop."""
+
+from ckpt_trainer_hooks.handle import SaveHandle
+from ckpt_trainer_hooks.manager import CheckpointManager
+from ckpt_trainer_hooks.policy import EveryNSteps, SaveDecisionPolicy
+
+__all__ = ["CheckpointManager", "EveryNSteps", "SaveDecisionPolicy", "SaveHandle"]

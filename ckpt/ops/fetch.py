@@ -1,0 +1,275 @@
+"""Carrying out a read plan: whole chunks from the nearest copy, verified, placed by the caller.
+
+Tiers: the sealed segment in the node's staging directory, else the object store. A bad or missing local
+copy falls back to the store, chunk by chunk, and is reported; only when the store's copy is bad as well
+does the read fail.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from ckpt import dtypes
+from ckpt.digest import DIGEST_NBYTES, Buffer, digest
+from ckpt.errors import CkptError, CorruptError, InvalidInputError, NotFoundError, UnavailableError
+from ckpt.events import event, get_logger
+from ckpt.format.chunks import stored_chunk
+from ckpt.format.codec import decode_chunk
+from ckpt.format.ids import CheckpointId
+from ckpt.format.segment import chunk_range
+from ckpt.geometry import Box, Region
+from ckpt.ops.checkpoint import Checkpoint
+from ckpt.plan.read import ChunkCopy, PieceRead, ReadPlan, Want, plan_chunks, plan_read
+from ckpt.storage.staging import StagingDir
+from ckpt_proto.v1 import disk_pb2
+
+__all__ = ["FetchStats", "LocalTier", "Place", "fetch", "fetch_tensor", "read_verified_chunk"]
+
+Place: TypeAlias = Callable[[ChunkCopy, Buffer], None]
+
+_log = get_logger("fetch")
+DEFAULT_WORKERS = 4  # chunks in flight: memory is bounded by this times the chunk size
+
+
+@dataclass(slots=True)
+class FetchStats:
+    """What a fetch did. Bytes are of whole chunks, as read.
+
+    Attributes:
+        local_nbytes: from the staging directory.
+        remote_nbytes: from the object store.
+        repaired_chunks: chunks whose local copy was bad or gone and that the store gave instead.
+    """
+
+    local_nbytes: int = 0
+    remote_nbytes: int = 0
+    repaired_chunks: int = 0
+
+
+class LocalTier:
+    """The sealed segments of one run on this node.
+
+    Args:
+        staging: the node's staging directory.
+        run_key: the run's folder in it.
+    """
+
+    def __init__(self, staging: StagingDir, run_key: str) -> None:
+        self._staging = staging
+        self._run_key = run_key
+
+    def index(self, ident: CheckpointId, rank: int) -> disk_pb2.SegmentIndex | None:
+        """Return the index of the sealed segment, or None where it is not here or not readable."""
+        try:
+            return self._staging.read_index(self._run_key, ident, rank)
+        except NotFoundError:
+            return None
+        except CkptError as error:
+            event(_log, logging.WARNING, "fetch.local_index_bad", checkpoint=ident, rank=rank, error=error)
+            return None
+
+    def read(self, ident: CheckpointId, rank: int, start: int, nbytes: int) -> memoryview:
+        """Return bytes of the sealed segment. Raises CkptError where they cannot be read."""
+        path = self._staging.segment_path(self._run_key, ident, rank)
+        data = bytearray(nbytes)
+        try:
+            with path.open("rb", buffering=0) as file:
+                file.seek(start)
+                count = file.readinto(data)
+        except FileNotFoundError as error:
+            raise NotFoundError("local segment is gone", path=path) from error
+        except OSError as error:
+            raise UnavailableError(
+                "local segment cannot be read", path=path, reason=error.strerror
+            ) from error
+        if count != nbytes:
+            raise CorruptError("local segment is cut short", path=path, start=start, nbytes=count)
+        return memoryview(data)
+
+
+class _Segment:
+    """One source rank's segment: its index and where its chunks can be had."""
+
+    def __init__(self, checkpoint: Checkpoint, rank: int, local: LocalTier | None) -> None:
+        self._checkpoint = checkpoint
+        self._rank = rank
+        self._local = local
+        found = local.index(checkpoint.ident, rank) if local is not None else None
+        self._is_local = found is not None
+        self.index = found if found is not None else checkpoint.segment_index(rank)
+
+    def chunk(self, number: int, stats: FetchStats, lock: threading.Lock) -> Buffer:
+        """Return the raw bytes of a chunk, verified. Raises CorruptError when no copy is good."""
+        if self._is_local:
+            data = self._read_local(number)
+            with lock:
+                if data is not None:
+                    stats.local_nbytes += len(data)
+                else:
+                    stats.repaired_chunks += 1
+            if data is not None:
+                return data
+        index = self._checkpoint.segment_index(self._rank)
+        place = stored_chunk(index, number)
+        try:
+            stored = self._checkpoint.store.get_range(place.object_key, place.offset, place.nbytes)
+        except NotFoundError as error:
+            raise CorruptError(
+                "an object of the checkpoint is gone", code="missing", key=place.object_key
+            ) from error
+        with lock:
+            stats.remote_nbytes += len(stored)
+        raw = decode_chunk(place.codec, stored, place.raw_nbytes)
+        self._check(raw, index, number, where=place.object_key)
+        return raw
+
+    def _read_local(self, number: int) -> Buffer | None:
+        assert self._local is not None
+        start, stop = chunk_range(number, self.index.nbytes, self.index.chunks.chunk_nbytes)
+        try:
+            data = self._local.read(self._checkpoint.ident, self._rank, start, stop - start)
+            self._check(data, self.index, number, where="the staging directory")
+            return data
+        except CkptError as error:
+            event(
+                _log, logging.WARNING, "fetch.local_chunk_bad", checkpoint=self._checkpoint.ident, error=error
+            )
+            return None
+
+    def _check(self, data: Buffer, index: disk_pb2.SegmentIndex, number: int, *, where: str) -> None:
+        if digest(data) != index.chunks.digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES]:
+            raise CorruptError(
+                "digest does not match: the chunk is damaged",
+                code="digest",
+                where=where,
+                rank=self._rank,
+                chunk=number,
+            )
+
+
+def fetch(
+    checkpoint: Checkpoint,
+    plan: ReadPlan,
+    place: Place,
+    *,
+    local: LocalTier | None = None,
+    workers: int = DEFAULT_WORKERS,
+) -> FetchStats:
+    """Read what ``plan`` names and hand each copy to ``place``.
+
+    Args:
+        checkpoint: to read from.
+        plan: of :func:`ckpt.plan.read.plan_read` over ``checkpoint.layouts``.
+        place: called from several threads with a copy and the raw bytes of its chunk; must have copied
+            when it returns. Copies never overlap in their targets.
+        local: the node's own copies, read first.
+        workers: chunks in flight; extra memory is this many chunks.
+
+    Raises:
+        CorruptError: no good copy of a chunk is left, or the index contradicts the layout.
+        UnavailableError: the store cannot be reached.
+    """
+    stats = FetchStats()
+    lock = threading.Lock()
+    stop = threading.Event()
+
+    def read_one(segment: _Segment, number: int, copies: Sequence[ChunkCopy]) -> None:
+        if stop.is_set():
+            return
+        try:
+            data = segment.chunk(number, stats, lock)
+            for copy in copies:
+                place(copy, data)
+        except BaseException:
+            stop.set()
+            raise
+
+    with ThreadPoolExecutor(workers, thread_name_prefix="ckpt-fetch") as pool:
+        planned = pool.map(
+            lambda item: _plan_segment(checkpoint, item[0], item[1], local), plan.by_rank.items()
+        )
+        jobs = [
+            pool.submit(read_one, segment, number, copies)
+            for segment, chunks in list(planned)
+            for number, copies in chunks.items()
+        ]
+    errors = [error for job in jobs if (error := job.exception()) is not None]
+    if errors:
+        raise errors[0]
+    return stats
+
+
+def _plan_segment(
+    checkpoint: Checkpoint, rank: int, pieces: Sequence[PieceRead], local: LocalTier | None
+) -> tuple[_Segment, dict[int, list[ChunkCopy]]]:
+    segment = _Segment(checkpoint, rank, local)
+    entries = {entry.name: entry for entry in segment.index.tensors}
+    return segment, plan_chunks(entries, pieces, segment.index.chunks.chunk_nbytes, segment.index.nbytes)
+
+
+def read_verified_chunk(
+    checkpoint: Checkpoint, rank: int, chunk: int, *, local: LocalTier | None = None
+) -> Buffer:
+    """Return the raw bytes of one chunk of a segment.
+
+    Raises:
+        NotFoundError: no such rank.
+        InvalidInputError: no such chunk.
+        CorruptError: no good copy is left.
+    """
+    segment = _Segment(checkpoint, rank, local)
+    chunk_range(
+        chunk, segment.index.nbytes, segment.index.chunks.chunk_nbytes
+    )  # raises for a number too large
+    return segment.chunk(chunk, FetchStats(), threading.Lock())
+
+
+def fetch_tensor(
+    checkpoint: Checkpoint, name: str, box: Box | None = None, *, local: LocalTier | None = None
+) -> tuple[str, tuple[int, ...], bytearray]:
+    """Read one tensor, or a box of it, into new memory.
+
+    Args:
+        checkpoint: to read from.
+        name: FQN.
+        box: which part; None for all of it.
+        local: the node's own copies, read first.
+
+    Returns:
+        (dtype, shape, row-major bytes).
+
+    Raises:
+        NotFoundError: no such tensor.
+        InvalidInputError: the box reaches beyond the tensor.
+        CorruptError: no good copy of a chunk is left.
+    """
+    layout = checkpoint.layouts.get(name)
+    if layout is None:
+        raise NotFoundError("tensor is not in the checkpoint", code="tensor", tensor=name)
+    region = Region.whole(layout.global_shape) if box is None else Region.of_box(box)
+    itemsize = dtypes.itemsize(layout.dtype)
+    if len(region.runs) != len(layout.global_shape):
+        raise InvalidInputError("box and tensor have different ndim", tensor=name, shape=layout.global_shape)
+    data = bytearray(region.nelements * itemsize)
+    if data:
+        target = np.frombuffer(data, _raw_dtype(itemsize)).reshape(region.shape)
+        plan = plan_read(checkpoint.layouts, [Want(name, region, 0)])
+        fetch(checkpoint, plan, lambda copy, chunk: place_in_numpy(target, copy, chunk), local=local)
+    return layout.dtype, region.shape, data
+
+
+def place_in_numpy(target: np.ndarray, copy: ChunkCopy, chunk: Buffer) -> None:
+    """Copy into ``target``, whose dtype only needs the right item size."""
+    source = np.frombuffer(chunk, target.dtype, copy.count, copy.offset).reshape(copy.shape)
+    target[copy.dst_slices()] = source[copy.src_slices()]
+
+
+def _raw_dtype(itemsize: int) -> np.dtype:
+    return np.dtype(f"V{itemsize}") if itemsize > 8 else np.dtype(f"u{itemsize}")

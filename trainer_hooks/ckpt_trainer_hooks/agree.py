@@ -1,0 +1,146 @@
+"""Agreement between ranks through the process group's key-value store. No collective anywhere.
+
+A rank that never comes is named in an error after a time limit; it cannot hang the others in a
+collective, and no sequence number of the user's groups is used up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from ckpt.errors import CkptError, TimeoutExceededError, from_kind
+from ckpt.events import event, get_logger
+from ckpt_trainer_hooks.compat import default_store
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["Agreement"]
+
+_log = get_logger("agree")
+_instances = itertools.count()
+_SLICE_S = 5.0
+
+
+class Agreement:
+    """Decisions that all ranks of a job share. Every rank must make the same calls in the same order.
+
+    Without an initialised process group there is one rank and nothing to agree on.
+
+    Args:
+        timeout_s: how long to wait for other ranks before TimeoutExceededError.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        active = dist.is_available() and dist.is_initialized()
+        self.rank: int = dist.get_rank() if active else 0
+        self.world_size: int = dist.get_world_size() if active else 1
+        self._store: Store | None = default_store() if active and self.world_size > 1 else None
+        self._prefix = f"ckpt/{next(_instances)}"
+        self._calls = itertools.count()
+        self._timeout_s = timeout_s
+
+    def decide(self, topic: str, decision: Callable[[], Any]) -> Any:
+        """Run ``decision`` on rank 0 and return its result, or raise its error, on every rank.
+
+        Args:
+            topic: for messages; the same on every rank.
+            decision: returns something that JSON can carry; called on rank 0 only.
+
+        Raises:
+            CkptError: what ``decision`` raised.
+            TimeoutExceededError: rank 0 did not answer in time.
+        """
+        if self._store is None:
+            return decision()
+        key = f"{self._prefix}/{next(self._calls)}/{topic}"
+        if self.rank == 0:
+            try:
+                outcome = {"value": decision()}
+            except CkptError as error:
+                outcome = {"error": _error_to_json(error)}
+            except BaseException as error:
+                told = CkptError("rank 0 failed", cause=repr(error))
+                self._store.set(key, json.dumps({"error": _error_to_json(told)}))
+                raise
+            self._store.set(key, json.dumps(outcome))
+        else:
+            outcome = json.loads(self._wait([key], topic, [0])[0])
+        if "error" in outcome:
+            raise _error_from_json(outcome["error"])
+        return outcome["value"]
+
+    def gather(self, topic: str, value: Any) -> list[Any]:
+        """Return every rank's ``value`` (something that JSON can carry), by rank.
+
+        Raises:
+            TimeoutExceededError: names all the ranks that did not come.
+        """
+        if self._store is None:
+            return [value]
+        prefix = f"{self._prefix}/{next(self._calls)}/{topic}"
+        self._store.set(f"{prefix}/{self.rank}", json.dumps(value))
+        ranks = list(range(self.world_size))
+        return [json.loads(raw) for raw in self._wait([f"{prefix}/{rank}" for rank in ranks], topic, ranks)]
+
+    @contextlib.contextmanager
+    def together(self, topic: str) -> Iterator[None]:
+        """The block succeeds on every rank, or raises on every rank: the lowest failing rank's error.
+
+        Any other exception than a CkptError passes through on its own rank and is told to the others.
+        """
+        error: CkptError | None = None
+        try:
+            yield
+        except CkptError as found:
+            error = found
+        except BaseException as found:
+            if self._store is not None:
+                self.gather(topic, _error_to_json(CkptError("a rank failed", cause=repr(found))))
+            raise
+        mine = _error_to_json(error) if error is not None else None
+        for rank, told in enumerate(self.gather(topic, mine)):
+            if told is not None:
+                raised = _error_from_json(told)
+                raised.context.setdefault("rank", rank)
+                raise raised
+
+    def _wait(self, keys: list[str], topic: str, ranks: list[int]) -> list[bytes]:
+        assert self._store is not None
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                self._store.wait(keys, timedelta(seconds=max(0.05, min(_SLICE_S, left))))
+                return [self._store.get(key) for key in keys]
+            except dist.DistStoreError:
+                missing = [
+                    rank for key, rank in zip(keys, ranks, strict=True) if not self._store.check([key])
+                ]
+                if time.monotonic() >= deadline and missing:
+                    raise TimeoutExceededError(
+                        "ranks did not take part; every rank must make the same checkpoint calls",
+                        topic=topic,
+                        missing_ranks=missing,
+                        waited_s=self._timeout_s,
+                        rank=self.rank,
+                    ) from None
+                event(_log, logging.INFO, "agree.waiting", topic=topic, missing_ranks=missing, left_s=left)
+
+
+def _error_to_json(error: CkptError) -> dict[str, Any]:
+    context = {key: str(value) for key, value in error.context.items()}
+    return {"kind": type(error).__name__, "code": error.code, "message": error.message, "context": context}
+
+
+def _error_from_json(raw: dict[str, Any]) -> CkptError:
+    return from_kind(raw["kind"], raw["message"], code=raw["code"], context=raw["context"])

@@ -1,0 +1,93 @@
+"""Every private torch name that the hooks touch, behind one import.
+
+Each function says what is relied on, so that a new torch release is checked in one file.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+__all__ = [
+    "as_dtensor",
+    "default_store",
+    "is_wrapper_step",
+    "local_tensor",
+    "mesh_ranks",
+    "strided_split_factor",
+    "version_of",
+]
+
+
+def as_dtensor(tensor: torch.Tensor) -> DTensor | None:
+    """Return ``tensor`` as a DTensor, or None. Imports the DTensor module only where it is in use."""
+    if type(tensor) is torch.Tensor or not dist.is_available():
+        return None
+    from torch.distributed.tensor import DTensor  # costs 0.3 s at import; plain runs never need it
+
+    if isinstance(tensor, DTensor):
+        return tensor
+    data = tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor
+    return data if isinstance(data, DTensor) else None
+
+
+def local_tensor(tensor: DTensor) -> torch.Tensor:
+    """The local shard without autograd and without the wait of an async collective.
+
+    Private: ``DTensor._local_tensor`` (``to_local()`` costs 20 times more and builds a graph node).
+    """
+    return tensor._local_tensor
+
+
+def mesh_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[str, ...], list[int]]:
+    """Return (shape, dim names or empty, row-major global ranks) of a mesh."""
+    ranks = mesh.mesh
+    return tuple(ranks.shape), tuple(mesh.mesh_dim_names or ()), ranks.flatten().tolist()
+
+
+def strided_split_factor(placement: object) -> int | None:
+    """Return the split factor of FSDP2's ``_StridedShard``, or None for any other placement."""
+    if type(placement).__name__ != "_StridedShard":
+        return None
+    return int(placement.split_factor)  # type: ignore[attr-defined]
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The in-place version counter of autograd; -1 for inference tensors, which have none."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
+
+
+def default_store() -> Store:
+    """The key-value store of the default process group.
+
+    Private: ``distributed_c10d._get_default_store``.
+    """
+    from torch.distributed import distributed_c10d
+
+    store: Store = distributed_c10d._get_default_store()
+    return store
+
+
+def is_wrapper_step(module: torch.nn.Module, child: str) -> bool:
+    """Return whether going from ``module`` to its child ``child`` only unwraps a wrapper.
+
+    Wrappers by type, never by name: DDP's ``module``, torch.compile's ``_orig_mod`` and activation
+    checkpointing's ``_checkpoint_wrapped_module``. A user's own attribute of such a name stays in the FQN.
+    """
+    if child == "module":
+        return isinstance(module, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel)
+    if child == "_orig_mod":
+        return type(module).__name__ == "OptimizedModule"
+    if child == "_checkpoint_wrapped_module":
+        return type(module).__name__ in ("CheckpointWrapper", "OffloadWrapper")
+    return False

@@ -1,0 +1,50 @@
+"""What a save gives back: three completions, each a durability boundary."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from ckpt.errors import CkptError
+from ckpt.format.ids import CheckpointId
+
+__all__ = ["SaveHandle"]
+
+
+@dataclass(slots=True, eq=False)
+class SaveHandle:
+    """One save of this rank.
+
+    Attributes:
+        ident: step and attempt.
+        staging_completion: the state is copied; training may change it, and it survives the trainer's death.
+        local_completion: sealed on NVMe; survives a reboot of the node.
+        upload_completion: committed in object storage; survives the node. All ranks' parts are there.
+        skipped: the save was not made, since the one before was still being written (``on_busy="skip"``).
+    """
+
+    ident: CheckpointId
+    staging_completion: Future[None] = field(default_factory=Future)
+    local_completion: Future[None] = field(default_factory=Future)
+    upload_completion: Future[None] = field(default_factory=Future)
+    skipped: bool = False
+
+    @property
+    def step(self) -> int:
+        return self.ident.step
+
+    def fail(self, error: CkptError) -> None:
+        """Fail every completion that is still open."""
+        for future in (self.staging_completion, self.local_completion, self.upload_completion):
+            if not future.done():
+                future.set_exception(error)
+
+    def done(self) -> bool:
+        """Return whether nothing more will happen, well or badly."""
+        return self.upload_completion.done()
+
+    @staticmethod
+    def settle(future: Future[None]) -> None:
+        """Mark a completion as reached, unless it has an outcome already."""
+        if not future.done():
+            future.set_result(None)

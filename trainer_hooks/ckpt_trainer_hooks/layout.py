@@ -1,0 +1,148 @@
+"""From live tensors to layouts: DTensor meshes and placements, or a replica on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ckpt import dtypes
+from ckpt.errors import InvalidInputError
+from ckpt.format.layout import Mesh, Placement, Replicate, Shard, StridedShard, TensorLayout, local_region
+from ckpt_trainer_hooks.compat import as_dtensor, local_tensor, mesh_ranks, strided_split_factor
+
+__all__ = ["LayoutBuilder", "Placed", "dtype_name", "torch_dtype"]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A tensor and where it lies.
+
+    Attributes:
+        layout: of the global tensor.
+        local: this rank's part, detached, no copy.
+    """
+
+    layout: TensorLayout
+    local: torch.Tensor
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float32`` -> ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """``float32`` -> ``torch.float32``. Raises InvalidInputError for a dtype this torch lacks."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidInputError("this torch has no such dtype", dtype=name, torch=torch.__version__)
+    return dtype
+
+
+class LayoutBuilder:
+    """Builds layouts for one rank; remembers those it has built, since they rarely change.
+
+    Args:
+        rank: global rank of this process.
+        world_size: number of ranks; a plain tensor counts as replicated over all of them.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank = rank
+        self._replicated = Mesh.from_ranks((world_size,), ("replica",), list(range(world_size)))
+        self._alone = Mesh.from_ranks((1,), ("rank",), [rank])
+        self._meshes: dict[object, Mesh] = {}
+        self._known: dict[str, tuple[tuple[object, ...], TensorLayout]] = {}
+
+    def place(self, name: str, tensor: torch.Tensor, *, alone: bool = False) -> Placed:
+        """Return the layout and the local part of ``tensor``.
+
+        Args:
+            name: FQN, unique over the run.
+            tensor: a DTensor, or a plain tensor that counts as a replica of every rank's.
+            alone: a plain tensor that only this rank has.
+
+        Raises:
+            InvalidInputError: the tensor cannot be stored exactly (sparse, quantized, on meta, a partial
+                sum) or its local part is not what its placements say.
+        """
+        distributed = as_dtensor(tensor)
+        if distributed is None:
+            local = tensor.detach()
+            signature: tuple[object, ...] = (local.dtype, local.shape, alone)
+        else:
+            local = local_tensor(distributed).detach()
+            mesh = distributed.device_mesh
+            signature = (local.dtype, distributed.shape, local.shape, mesh, distributed.placements)
+        known = self._known.get(name)
+        if known is not None and known[0] == signature:
+            return Placed(known[1], local)
+        _check_storable(name, local)
+        layout = self._build(
+            name, tensor.shape, local, distributed, self._alone if alone else self._replicated
+        )
+        self._known[name] = (signature, layout)
+        return Placed(layout, local)
+
+    def _build(
+        self, name: str, shape: torch.Size, local: torch.Tensor, distributed: object, plain: Mesh
+    ) -> TensorLayout:
+        placements: tuple[Placement, ...]
+        if distributed is None:
+            mesh, placements = plain, (Replicate(),)
+        else:
+            mesh = self._mesh(distributed.device_mesh)  # type: ignore[attr-defined]
+            placements = tuple(_placement(name, p) for p in distributed.placements)  # type: ignore[attr-defined]
+        layout = TensorLayout(
+            name=name,
+            dtype=dtype_name(local.dtype),
+            global_shape=tuple(shape),
+            mesh=mesh,
+            placements=placements,
+        )
+        region = local_region(layout, self._rank)
+        expected = region.shape if region is not None else None
+        if expected != tuple(local.shape) and not (expected is None and local.numel() == 0):
+            raise InvalidInputError(
+                "local shard is not what the placements say; declare its boxes or fix the placements",
+                code="layout-mismatch",
+                tensor=name,
+                rank=self._rank,
+                global_shape=tuple(shape),
+                placements=placements,
+                expected=expected,
+                found=tuple(local.shape),
+            )
+        return layout
+
+    def _mesh(self, mesh: object) -> Mesh:
+        known = self._meshes.get(mesh)
+        if known is None:
+            shape, names, ranks = mesh_ranks(mesh)  # type: ignore[arg-type]
+            known = self._meshes[mesh] = Mesh.from_ranks(shape, names, ranks)
+        return known
+
+
+def _placement(name: str, placement: object) -> Placement:
+    split = strided_split_factor(placement)
+    if split is not None:
+        return StridedShard(placement.dim, split)  # type: ignore[attr-defined]
+    if placement.is_shard():  # type: ignore[attr-defined]
+        return Shard(placement.dim)  # type: ignore[attr-defined]
+    if placement.is_replicate():  # type: ignore[attr-defined]
+        return Replicate()
+    raise InvalidInputError(
+        "tensor is a partial sum; reduce it before it is saved", tensor=name, placement=placement
+    )
+
+
+def _check_storable(name: str, local: torch.Tensor) -> None:
+    if local.is_meta:
+        raise InvalidInputError("tensor is on the meta device and has no data", tensor=name)
+    if local.layout != torch.strided:
+        raise InvalidInputError("only strided tensors can be stored", tensor=name, layout=local.layout)
+    if local.is_quantized:
+        raise InvalidInputError("quantized tensors carry scales that would be lost", tensor=name)
+    if not dtypes.is_known(dtype_name(local.dtype)):
+        raise InvalidInputError("dtype cannot be stored", code="dtype", tensor=name, dtype=local.dtype)

@@ -1,0 +1,485 @@
+"""CheckpointManager: the four lines in a training loop."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+
+from ckpt.errors import BusyError, CkptError, InvalidInputError, RefusedError, TimeoutExceededError
+from ckpt.events import event, get_logger
+from ckpt.format.ids import CheckpointId, split_run_url
+from ckpt.format.keys import run_key
+from ckpt.ops import catalog
+from ckpt.storage.open import open_store
+from ckpt.storage.staging import RunConfig, StagingDir, default_staging_path
+from ckpt_trainer_hooks.agree import Agreement
+from ckpt_trainer_hooks.handle import SaveHandle
+from ckpt_trainer_hooks.layout import LayoutBuilder
+from ckpt_trainer_hooks.pipeline import Origin, SavePipeline
+from ckpt_trainer_hooks.policy import EveryNSteps, SaveDecisionPolicy
+from ckpt_trainer_hooks.restore import Restorer
+from ckpt_trainer_hooks.session import (
+    Session,
+    agree_on_session,
+    checked_options,
+    claim,
+    start_embedded_server,
+)
+from ckpt_trainer_hooks.state import TrainState
+
+__all__ = ["CheckpointManager"]
+
+_log = get_logger("manager")
+_POLL_S = 0.2
+
+
+class CheckpointManager:
+    """Saves and restores the state of a training run.
+
+    Every rank makes one, with the same arguments. A save copies this rank's share of the state into shared
+    memory and returns; a child process seals it on local NVMe, and the node's staging server uploads and
+    commits it. No save uses a collective or waits for disk, network, another rank or the server.
+
+    Args:
+        url: of the run; its last component names it: ``s3://bucket/llama-8b``, ``file:///ckpts/run1``, a path.
+        model: a module, wrapped or not (DDP, FSDP2, TP, compile).
+        optimizer: over the model's parameters.
+        lr_scheduler: anything with state_dict and load_state_dict.
+        dataloader: the same; its state is kept per rank.
+        state: more items by name: modules, optimizers, stateful objects, or mutable mappings of plain values
+            (restored in place).
+        per_rank: items whose state differs from rank to rank.
+        save_interval_steps: :meth:`step` saves when the number of completed steps is a multiple; 0 never.
+        save_decision_policy: instead of the interval.
+        keep_last: newest checkpoints kept in the store; None keeps all.
+        keep_every: also keep steps divisible by this.
+        keep_local: newest committed steps kept on NVMe for fast restarts.
+        mode: "overlapped" copies parameters and optimizer state while the next forward and backward
+            run; "blocking" copies all before it returns; "auto" is overlapped where an optimizer is registered.
+        on_busy: what a save does while the one before is still being written to NVMe: "wait", "skip",
+            "fail".
+        on_error: whether failures of background work "raise" at the next call, or "warn" in the log.
+        staging_dir: on NVMe, shared by the ranks of a node; default ``$CKPT_STAGING`` or ~/.cache/ckpt/staging.
+        server: gRPC target of a staging daemon (``unix:/path`` or ``host:port``); default ``$CKPT_SERVER``,
+            else one is started on this node and leaves when its uploads are done.
+        store_options: of the object store (``endpoint_url``, ``region``, ...); credentials come from the
+            environment, never from here.
+        timeout_s: how long restore and the start wait for other ranks.
+        pending_wait_s: how long restore waits for a snapshot that is sealed here and not yet committed.
+
+    Raises:
+        InvalidInputError: an argument is wrong; nothing was written.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        lr_scheduler: Any = None,
+        dataloader: Any = None,
+        state: Mapping[str, Any] | None = None,
+        per_rank: Collection[str] = ("dataloader",),
+        save_interval_steps: int = 0,
+        save_decision_policy: SaveDecisionPolicy | None = None,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_local: int = 2,
+        mode: Literal["auto", "overlapped", "blocking"] = "auto",
+        on_busy: Literal["wait", "skip", "fail"] = "wait",
+        on_error: Literal["raise", "warn"] = "raise",
+        staging_dir: str | os.PathLike[str] | None = None,
+        server: str | None = None,
+        store_options: Mapping[str, str] | None = None,
+        timeout_s: float = 600.0,
+        pending_wait_s: float = 60.0,
+    ) -> None:
+        _check_choice("mode", mode, ("auto", "overlapped", "blocking"))
+        _check_choice("on_busy", on_busy, ("wait", "skip", "fail"))
+        _check_choice("on_error", on_error, ("raise", "warn"))
+        self._config = _run_config(url, store_options, keep_last, keep_every, keep_local)
+        self.run = split_run_url(self._config.url)[1]
+        self._agreement = Agreement(timeout_s)
+        rank = self._agreement.rank
+        builder = LayoutBuilder(rank, self._agreement.world_size)
+        items = {
+            "model": model,
+            "optimizer": optimizer,
+            "lr_scheduler": lr_scheduler,
+            "dataloader": dataloader,
+        }
+        self._state = TrainState(_merged(items, state or {}), builder, rank=rank, per_rank=per_rank)
+        self._policy = save_decision_policy or EveryNSteps(save_interval_steps)
+        self._overlapped = mode == "overlapped" or (mode == "auto" and bool(self._state.optimizers))
+        if self._overlapped and not self._state.optimizers:
+            raise InvalidInputError("overlapped mode needs a registered optimizer: its step is the fence")
+        self._on_busy, self._on_error = on_busy, on_error
+        self._pending_wait_s = pending_wait_s
+        self._staging = StagingDir(staging_dir or default_staging_path()).ensure()
+        self._server = server or os.environ.get("CKPT_SERVER")
+        self._session: Session | None = None
+        self._attempt: int | None = None
+        self._parent: CheckpointId | None = None
+        self._last_saved: int | None = None
+        self._optimizer_steps: int | None = None
+        self._closed = False
+        self._pipeline = SavePipeline(
+            self._state,
+            rank=rank,
+            staging=self._staging.path,
+            run_key=run_key(self._config.url),
+            server=self._server or self._staging.socket_target(),
+        )
+        self._hooks = self._fence_optimizers()
+        atexit.register(self.close)
+
+    # --- the loop ---
+
+    def restore(self, step: int | str = "latest", *, strict: bool = True, start_over: bool = False) -> int:
+        """Restore the run and return the next iteration: 0 for a fresh run.
+
+        Collective in effect: every rank must call it. Rank 0 chooses the checkpoint for all. Afterwards this
+        start of the run has an attempt number of its own.
+
+        Args:
+            step: "latest", a number of completed steps, or an id such as "000000012000.a000003".
+            strict: refuse where the checkpoint has more or less than the live state.
+            start_over: begin a new lineage at 0 beside the checkpoints that exist; restores nothing.
+
+        Returns:
+            The number of completed optimizer steps of what was restored, which is the next iteration to run.
+
+        Raises:
+            NotFoundError: the step asked for does not exist.
+            InvalidInputError: the checkpoint does not fit the live state (all differences are listed), or
+                ranks were given different URLs.
+            CorruptError: no good copy is left.
+            TimeoutExceededError: a rank did not take part.
+        """
+        self._raise_background_errors()
+        self._pipeline.wait_until_captured()
+        self._wait_for_pending_saves()
+        self._begin_session()
+        found: CheckpointId | None = None
+        if not start_over:
+            found = Restorer(
+                url=self._config.url,
+                options=self._config.store_options,
+                state=self._state,
+                agreement=self._agreement,
+                staging=self._staging,
+                pending_wait_s=self._pending_wait_s,
+            ).restore(str(step), strict=strict)
+        self._begin_attempt(found)
+        self._optimizer_steps = 0
+        self._pipeline.prepare()
+        return 0 if found is None else found.step
+
+    def step(self, iteration: int) -> SaveHandle | None:
+        """Tell that iteration ``iteration`` (counted from 0) is finished, so that ``iteration + 1`` optimizer
+        steps are complete; saves when due. Returns the save's handle, or None when none was due.
+
+        Raises:
+            CkptError: background work has failed since the last call and ``on_error`` is "raise".
+        """
+        self._raise_background_errors()
+        completed = iteration + 1
+        if self._pipeline.retake_wanted or self.should_save(completed):
+            return self._save(completed)
+        return None
+
+    def save(self, step: int) -> SaveHandle:
+        """Save now, as the state after ``step`` completed optimizer steps.
+
+        Inside a loop over ``iteration``, after the optimizer's step, that is ``iteration + 1``; :meth:`step`
+        does that arithmetic. Saving before the first step (``save(0)``) does not change training.
+
+        Returns:
+            A handle with ``staging_completion``, ``local_completion`` and ``upload_completion``.
+
+        Raises:
+            InvalidInputError: something in the state cannot be stored; nothing was written.
+            RefusedError: the run has checkpoints and :meth:`restore` was not called; or ``step`` is not above
+                the last one saved.
+            BusyError: the save before is still being written and ``on_busy`` is "fail".
+            CkptError: background work has failed since the last call and ``on_error`` is "raise".
+        """
+        self._raise_background_errors()
+        return self._save(step)
+
+    def should_save(self, step: int) -> bool:
+        """Return whether the policy wants a save after ``step`` completed optimizer steps."""
+        return self._policy.should_save(step)
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold around an edit of parameters outside ``optimizer.step()`` (EMA swap, manual initialisation).
+
+        Waits until no copy of the state is running, for one memory copy at most.
+        """
+        self._pipeline.wait_until_captured()
+        yield
+
+    # --- looking ---
+
+    @property
+    def attempt(self) -> int | None:
+        """Number of this start of the run; None before restore() or the first save."""
+        return self._attempt
+
+    def latest_step(self) -> int | None:
+        """Return the step that restore() would choose among committed checkpoints, or None."""
+        with contextlib.closing(open_store(self._config.url, self._config.store_options)) as store:
+            found = catalog.latest(store)
+        return None if found is None else found.step
+
+    def all_steps(self) -> list[int]:
+        """Return the steps of all committed checkpoints, ascending, each once."""
+        with contextlib.closing(open_store(self._config.url, self._config.store_options)) as store:
+            return sorted({info.ident.step for info in catalog.list_checkpoints(store)})
+
+    # --- the end ---
+
+    def wait_until_finished(self, timeout_s: float | None = None) -> None:
+        """Block until every save of this rank is committed or has failed, and raise what failed.
+
+        A commit needs every rank's part, so this can wait for other ranks; a training loop need not call it.
+
+        Raises:
+            TimeoutExceededError: some saves are still under way after ``timeout_s``.
+            CkptError: a save failed.
+        """
+        self._pipeline.wait_until_captured()
+        self._wait_for_pending_saves(timeout_s)
+        problems = self._pipeline.take_problems()
+        if problems:
+            raise problems[0]
+
+    def close(self) -> None:
+        """Finish the running copy and hand over. Idempotent; waits for no disk or network.
+
+        What was copied is sealed, uploaded and committed by the flusher and the staging server after this
+        process has gone; :meth:`wait_until_finished` before waits for that.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        for hook in self._hooks:
+            hook.remove()
+        self._pipeline.close()
+        for error in self._pipeline.take_problems():
+            event(_log, logging.ERROR, "manager.unreported_error", error=error)
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            with contextlib.ExitStack() as stack:
+                stack.callback(self.close)
+                self.wait_until_finished()
+        else:
+            self.close()
+
+    # --- inside ---
+
+    def _save(self, step: int) -> SaveHandle:
+        if self._closed:
+            raise InvalidInputError("the manager is closed")
+        self._ensure_attempt()
+        assert self._attempt is not None
+        ident = CheckpointId(step, self._attempt)
+        if self._last_saved is not None and step <= self._last_saved:
+            raise RefusedError(
+                "steps of one attempt must grow", code="step-order", step=step, last=self._last_saved
+            )
+        self._warn_if_off_by_one(step)
+        self._pipeline.wait_until_captured()
+        if self._pipeline.busy and not self._wait_for_arena(step):
+            handle = SaveHandle(ident, skipped=True)
+            handle.fail(BusyError("skipped: the save before is still being written", step=step))
+            return handle
+        retake = self._pipeline.retake_wanted
+        self._pipeline.retake_wanted = False
+        if retake:
+            event(_log, logging.WARNING, "save.retaken", step=step, reason="the last snapshot was torn")
+        handle = self._pipeline.save(ident, self._origin(), overlapped=self._overlapped and not retake)
+        self._last_saved = step
+        return handle
+
+    def _origin(self) -> Origin:
+        assert self._session is not None
+        assert self._attempt is not None
+        return Origin(
+            run=self.run,
+            rank=self._agreement.rank,
+            world_size=self._agreement.world_size,
+            attempt=self._attempt,
+            parent=self._parent,
+            group=self._session.group,
+        )
+
+    def _wait_for_arena(self, step: int) -> bool:
+        """Apply ``on_busy``; return whether the arena is free now."""
+        if self._on_busy == "fail":
+            raise BusyError("the save before is still being written to NVMe", step=step)
+        if self._on_busy == "skip":
+            event(
+                _log,
+                logging.WARNING,
+                "save.skipped",
+                step=step,
+                reason="the save before is still being written",
+            )
+            return False
+        started = time.perf_counter()
+        self._pipeline.wait_until_free(None)
+        event(
+            _log,
+            logging.WARNING,
+            "save.waited",
+            step=step,
+            reason="the save before was still being written to NVMe; save less often or use faster storage",
+            waited_s=time.perf_counter() - started,
+        )
+        return True
+
+    def _begin_session(self) -> None:
+        if self._session is None:
+            self._session = agree_on_session(self._agreement, self._config, self._staging)
+            if self._session.hosts_server and self._server is None:
+                start_embedded_server(self._staging)
+
+    def _begin_attempt(self, parent: CheckpointId | None) -> None:
+        self._attempt = claim(self._agreement, self._config.url, self._config.store_options, parent)
+        self._parent = parent
+        self._last_saved = None
+
+    def _ensure_attempt(self) -> None:
+        """A save without restore() before it: only a run without checkpoints may start like that."""
+        if self._attempt is not None:
+            return
+        self._begin_session()
+
+        def refuse_existing() -> None:
+            found = self.latest_step()
+            if found is not None:
+                raise RefusedError(
+                    "the run has checkpoints: call restore() first, or restore(start_over=True)",
+                    code="existing",
+                    url=self._config.url,
+                    latest=found,
+                )
+
+        self._agreement.decide("fresh", refuse_existing)
+        self._begin_attempt(None)
+
+    def _fence_optimizers(self) -> list[Any]:
+        hooks = []
+        for number, optimizer in enumerate(self._state.optimizers.values()):
+            hooks.append(optimizer.register_step_pre_hook(lambda *_: self._pipeline.before_optimizer_step()))
+            if number == 0:
+                hooks.append(optimizer.register_step_post_hook(self._after_optimizer_step))
+        return hooks
+
+    def _after_optimizer_step(self, *_: object) -> None:
+        if self._optimizer_steps is None:
+            self._optimizer_steps = 0
+        self._optimizer_steps += 1
+        if self._optimizer_steps == 1:
+            self._pipeline.prepare()  # optimizers make their state in the first step; now the size is known
+
+    def _warn_if_off_by_one(self, step: int) -> None:
+        start = 0 if self._parent is None else self._parent.step
+        if self._optimizer_steps and step == start + self._optimizer_steps - 1:
+            event(
+                _log,
+                logging.WARNING,
+                "save.step_looks_off_by_one",
+                step=step,
+                optimizer_steps=start + self._optimizer_steps,
+                hint="pass the number of completed steps to save(), or the iteration to step()",
+            )
+
+    def _wait_for_pending_saves(self, timeout_s: float | None = None) -> None:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while pending := [handle for handle in self._pipeline.pending() if not self._is_over(handle)]:
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutExceededError(
+                    "saves are still under way", steps=[handle.step for handle in pending], waited_s=timeout_s
+                )
+            with contextlib.suppress(CkptError, TimeoutError):
+                pending[0].upload_completion.result(_POLL_S)
+
+    def _is_over(self, handle: SaveHandle) -> bool:
+        """Done, or committed according to the staging directory (a new flusher does not follow old saves)."""
+        if handle.done():
+            return True
+        if self._staging.is_committed(run_key(self._config.url), handle.ident):
+            handle.settle(handle.local_completion)
+            handle.settle(handle.upload_completion)
+            return True
+        return False
+
+    def _raise_background_errors(self) -> None:
+        problems = self._pipeline.take_problems()
+        if problems and self._on_error == "raise":
+            raise problems[0]
+        for error in problems:
+            event(_log, logging.ERROR, "save.background_error", error=error)
+
+
+def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise InvalidInputError("not one of the allowed values", option=name, value=value, allowed=allowed)
+
+
+def _merged(items: Mapping[str, Any], more: Mapping[str, Any]) -> MutableMapping[str, Any]:
+    merged = dict(items)
+    for name, item in more.items():
+        if merged.get(name) is not None:
+            raise InvalidInputError("item is given twice", item=name)
+        merged[name] = item
+    return merged
+
+
+def _run_config(
+    url: str,
+    options: Mapping[str, str] | None,
+    keep_last: int | None,
+    keep_every: int | None,
+    keep_local: int,
+) -> RunConfig:
+    for name, value, least in (
+        ("keep_last", keep_last, 1),
+        ("keep_every", keep_every, 1),
+        ("keep_local", keep_local, 1),
+    ):
+        if value is not None and value < least:
+            raise InvalidInputError(
+                "retention counts must be at least 1; None keeps all", option=name, value=value
+            )
+    if keep_every is not None and keep_last is None:
+        raise InvalidInputError("keep_every needs keep_last: without it everything is kept anyway")
+    full = url.rstrip("/") if "://" in url else f"file://{Path(url).absolute()}"
+    split_run_url(full)
+    return RunConfig(
+        url=full,
+        store_options=checked_options(options or {}),
+        keep_local=keep_local,
+        keep_last=keep_last or 0,
+        keep_every=keep_every or 0,
+    )

@@ -1,0 +1,59 @@
+"""Fully qualified names that do not depend on what wraps the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from ckpt.errors import InvalidInputError
+from ckpt_trainer_hooks.compat import is_wrapper_step
+
+__all__ = ["MODEL_ITEM", "canonical_names", "parameter_names"]
+
+MODEL_ITEM = "model"  # parameters of the item of this name need no prefix in optimizer names
+
+
+def canonical_names(root: torch.nn.Module, raw_names: Iterator[str] | list[str]) -> dict[str, str]:
+    """Map raw state-dict keys of ``root`` to FQNs without wrapper components.
+
+    Raises:
+        InvalidInputError: two keys become one (never seen with torch's own wrappers).
+    """
+    raw = list(raw_names)
+    if not any(is_wrapper_step(module, child) for module in root.modules() for child in module._modules):
+        return {name: name for name in raw}
+    names = {name: _strip(root, name) for name in raw}
+    if len(set(names.values())) != len(names):
+        seen: dict[str, str] = {}
+        for name, clean in names.items():
+            if clean in seen:
+                raise InvalidInputError(
+                    "two parameters have one name", first=seen[clean], second=name, fqn=clean
+                )
+            seen[clean] = name
+    return names
+
+
+def _strip(root: torch.nn.Module, name: str) -> str:
+    module: torch.nn.Module | None = root
+    kept = []
+    for part in name.split("."):
+        if module is None or not is_wrapper_step(module, part):
+            kept.append(part)
+        module = module._modules.get(part) if module is not None else None
+    return ".".join(kept)
+
+
+def parameter_names(modules: Mapping[str, torch.nn.Module]) -> dict[int, str]:
+    """Map ``id(parameter)`` to its name for optimizer state, over all registered modules.
+
+    A parameter that two names share has the first. Parameters of modules other than ``model`` are
+    named ``<item>:<fqn>``.
+    """
+    found: dict[int, str] = {}
+    for item, module in modules.items():
+        raw = dict(module.named_parameters(remove_duplicate=False))
+        for name, fqn in canonical_names(module, list(raw)).items():
+            found.setdefault(id(raw[name]), fqn if item == MODEL_ITEM else f"{item}:{fqn}")
+    return found

@@ -1,0 +1,300 @@
+"""One rank's save path: flatten, plan, arena, capture, hand over to the flusher, follow the outcome."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt.clock import SystemClock
+from ckpt.errors import CkptError, SnapshotTornError, UnavailableError, from_kind
+from ckpt.events import event, get_logger
+from ckpt.format.ids import CheckpointId
+from ckpt_proto.v1 import common_pb2, disk_pb2, flusher_pb2
+from ckpt_trainer_hooks.arena import Arena, arena_nbytes
+from ckpt_trainer_hooks.capture import Capture
+from ckpt_trainer_hooks.flusher_process import FlusherProcess
+from ckpt_trainer_hooks.handle import SaveHandle
+from ckpt_trainer_hooks.pinned import pin, unpin
+from ckpt_trainer_hooks.snapshot import Binding, SnapshotPlan, plan_snapshot
+from ckpt_trainer_hooks.state import FlatState, TrainState, environment
+
+__all__ = ["Origin", "SavePipeline"]
+
+_log = get_logger("save")
+_TAIL_SLACK = 1 << 20  # room for values that grow from save to save, so that the arena need not
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What every segment index says about where it comes from."""
+
+    run: str
+    rank: int
+    world_size: int
+    attempt: int
+    parent: CheckpointId | None
+    group: common_pb2.NodeGroup
+
+
+class SavePipeline:
+    """Owns the arena, the capture thread and the flusher of one rank.
+
+    All public methods are for the training thread; events arrive on the flusher's reader thread.
+
+    Args:
+        state: what to save.
+        rank: global rank.
+        staging: staging directory of the node.
+        run_key: the run's folder in it.
+        server: gRPC target of the staging server.
+    """
+
+    def __init__(self, state: TrainState, *, rank: int, staging: Path, run_key: str, server: str) -> None:
+        self._state = state
+        self._rank = rank
+        self._start_flusher: Callable[[], FlusherProcess] = lambda: FlusherProcess(
+            staging=staging,
+            run_key=run_key,
+            server=server,
+            on_event=self._on_event,
+            on_death=self._on_flusher_death,
+        )
+        self._lock = threading.Lock()
+        self._handles: dict[int, SaveHandle] = {}  # guarded by self._lock; by sequence
+        self._problems: list[CkptError] = []  # guarded by self._lock
+        self._flusher_alive = True  # guarded by self._lock
+        self._sequence = 0
+        self._plan: SnapshotPlan | None = None
+        self._binding: Binding | None = None
+        self._arena: Arena | None = None
+        self._arena_free: Future[None] | None = None  # completion of the flush that reads the arena
+        self._capture: Capture | None = None
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="ckpt-capture")
+        self._prefault: Future[Arena] | None = None
+        self.retake_wanted = False
+        self._flusher = self._start_flusher()
+
+    def prepare(self) -> None:
+        """Plan for the state as it is now and pre-fault an arena for it in the background.
+
+        Copying into untouched memory is 8 times slower; this makes the first save as fast as later ones.
+        """
+        flat = self._state.flatten()
+        plan = self._plan_for(flat)
+        needed = self._arena_nbytes(plan, flat.values.ByteSize() + flat.rank_values.ByteSize())
+        if (self._arena is None or self._arena.nbytes < needed) and self._prefault is None:
+            self._prefault = self._threads.submit(_make_arena, needed)
+
+    def save(self, ident: CheckpointId, origin: Origin, *, overlapped: bool) -> SaveHandle:
+        """Start a save of the live state. The arena must be free (see :meth:`busy`).
+
+        Returns at once after the copy (blocking), or after the copy of volatile state (overlapped).
+
+        Raises:
+            InvalidInputError: something in the state cannot be stored; nothing was written.
+        """
+        flat = self._state.flatten()
+        plan = self._plan_for(flat)
+        index = self._index(ident, origin, plan, flat)
+        binding = self._bind(plan, len(index))
+        handle = SaveHandle(ident)
+        self._sequence += 1
+        flush = self._write_tail(binding, index, ident)
+        with self._lock:
+            self._handles[self._sequence] = handle
+        self._arena_free = handle.local_completion
+        capture = Capture(
+            binding.copies(flat.leaves, deferred=False),
+            binding.copies(flat.leaves, deferred=True),
+            lambda error: self._captured(handle, flush, error),
+        )
+        self._capture = capture
+        capture.start(overlapped=overlapped, on_thread=self._submit)
+        return handle
+
+    @property
+    def busy(self) -> bool:
+        """Whether the arena still holds a snapshot that is not sealed."""
+        return self._arena_free is not None and not self._arena_free.done()
+
+    def wait_until_free(self, timeout_s: float | None) -> None:
+        """Block until the arena is free, however the flush ended."""
+        if self._arena_free is not None:
+            self._arena_free.exception(timeout_s)
+
+    def before_optimizer_step(self) -> None:
+        """Fence for an overlapped capture; costs nothing when none is running."""
+        capture = self._capture
+        if capture is not None:
+            capture.before_optimizer_step()
+            self._capture = None
+
+    def wait_until_captured(self) -> None:
+        """Block until no copy is running."""
+        if self._capture is not None:
+            self._capture.wait()
+            self._capture = None
+
+    def take_problems(self) -> list[CkptError]:
+        """Return and forget the errors that background work has had since the last call."""
+        with self._lock:
+            found, self._problems = self._problems, []
+        return found
+
+    def pending(self) -> list[SaveHandle]:
+        """Saves that are neither committed nor failed."""
+        with self._lock:
+            return list(self._handles.values())
+
+    def close(self) -> None:
+        """Finish the copy, let the flusher finish the rest (with or without us), release the arena."""
+        self.wait_until_captured()
+        self._threads.shutdown(wait=True)
+        self._flusher.close(wait=False)
+        self._binding = None
+        arenas = [self._arena, self._prefault.result() if self._prefault is not None else None]
+        self._arena = self._prefault = None
+        for arena in arenas:
+            if arena is not None:
+                _release(arena)
+
+    def _submit(self, work: Callable[[], None]) -> None:
+        self._threads.submit(work)
+
+    def _plan_for(self, flat: FlatState) -> SnapshotPlan:
+        if self._plan is None or not self._plan.fits(flat.leaves):
+            self._plan = plan_snapshot(flat.leaves, self._rank)
+        return self._plan
+
+    def _index(self, ident: CheckpointId, origin: Origin, plan: SnapshotPlan, flat: FlatState) -> bytes:
+        variable = disk_pb2.SegmentIndex(
+            run=origin.run,
+            id=ident.to_proto(),
+            world_size=origin.world_size,
+            group=origin.group,
+            captured_at=SystemClock().now(),
+            environment=environment(),
+            state=flat.values,
+            rank_state=flat.rank_values,
+        )
+        if origin.parent is not None:
+            variable.parent.CopyFrom(origin.parent.to_proto())
+        # Serialized messages concatenate: the constant part is not built again for every save.
+        return plan.constant_index + variable.SerializeToString()
+
+    def _arena_nbytes(self, plan: SnapshotPlan, index_nbytes: int) -> int:
+        index_room = 2 * (len(plan.constant_index) + index_nbytes) + _TAIL_SLACK
+        return arena_nbytes(plan.save.nbytes, index_room, len(plan.layout_bytes))
+
+    def _bind(self, plan: SnapshotPlan, index_nbytes: int) -> Binding:
+        exact = arena_nbytes(plan.save.nbytes, index_nbytes, len(plan.layout_bytes))
+        arena = self._arena_for(exact, self._arena_nbytes(plan, index_nbytes))
+        with self._lock:
+            revive = not self._flusher_alive
+            self._flusher_alive = True
+        if revive:
+            self._flusher = self._start_flusher()
+        if revive or arena is not self._arena:
+            self._flusher.send_arena(arena)
+        if self._binding is None or self._binding.plan is not plan or self._binding.arena is not arena:
+            self._binding = Binding(plan, arena)
+        if self._arena is not None and arena is not self._arena:
+            _release(self._arena)
+        self._arena = arena
+        return self._binding
+
+    def _arena_for(self, exact: int, comfortable: int) -> Arena:
+        if self._prefault is not None:
+            made = self._prefault.result()
+            self._prefault = None
+            if made.nbytes >= exact:
+                return made
+            _release(made)
+        if self._arena is not None and self._arena.nbytes >= exact:
+            return self._arena
+        return _make_arena(comfortable)
+
+    def _write_tail(self, binding: Binding, index: bytes, ident: CheckpointId) -> flusher_pb2.Flush:
+        plan = binding.plan
+        tail = binding.arena.write_tail(plan.save.nbytes, index, plan.layout_bytes)
+        return flusher_pb2.Flush(
+            sequence=self._sequence,
+            id=ident.to_proto(),
+            rank=self._rank,
+            segment_nbytes=plan.save.nbytes,
+            index_offset=tail.index_offset,
+            index_nbytes=tail.index_nbytes,
+            layout_offset=tail.layout_offset,
+            layout_nbytes=tail.layout_nbytes,
+            layout_digest=plan.layout_digest,
+        )
+
+    def _captured(self, handle: SaveHandle, flush: flusher_pb2.Flush, error: CkptError | None) -> None:
+        """The copy is over, on whichever thread made it."""
+        if error is None:
+            try:
+                self._flusher.flush(flush)
+            except CkptError as broken:
+                error = broken
+        if error is None:
+            handle.settle(handle.staging_completion)
+            return
+        if isinstance(error, SnapshotTornError):
+            self.retake_wanted = True
+        self._fail(flush.sequence, error)
+
+    def _fail(self, sequence: int, error: CkptError) -> None:
+        error.context.setdefault("rank", self._rank)
+        with self._lock:
+            handle = self._handles.pop(sequence, None)
+            if not isinstance(error, SnapshotTornError):
+                self._problems.append(error)
+        if handle is not None:
+            error.context.setdefault("step", handle.step)
+            handle.fail(error)
+        event(_log, logging.WARNING, "save.failed", error=error)
+
+    def _on_event(self, message: flusher_pb2.FlusherEvent) -> None:
+        state = flusher_pb2.FlusherEvent
+        with self._lock:
+            handle = self._handles.get(message.sequence)
+        if message.state == state.STATE_SEALED and handle is not None:
+            handle.settle(handle.local_completion)
+        elif message.state == state.STATE_COMMITTED and handle is not None:
+            handle.settle(handle.local_completion)
+            handle.settle(handle.upload_completion)
+            with self._lock:
+                self._handles.pop(message.sequence, None)
+        elif message.state in (state.STATE_FAILED, state.STATE_WARNING):
+            info = message.error
+            error = from_kind(info.kind, info.message, code=info.code, context=dict(info.context))
+            if message.state == state.STATE_FAILED:
+                self._fail(message.sequence, error)
+            else:
+                event(_log, logging.WARNING, "save.degraded", error=error)
+
+    def _on_flusher_death(self, exit_code: int) -> None:
+        with self._lock:
+            self._flusher_alive = False
+            lost = [number for number, handle in self._handles.items() if not handle.local_completion.done()]
+        for sequence in lost:
+            self._fail(sequence, UnavailableError("the flusher process died", exit_code=exit_code))
+
+
+def _make_arena(nbytes: int) -> Arena:
+    started = time.perf_counter()
+    arena = Arena(nbytes)
+    arena.prefault_all()
+    pin(arena)
+    event(_log, logging.INFO, "arena.ready", nbytes=nbytes, elapsed_s=time.perf_counter() - started)
+    return arena
+
+
+def _release(arena: Arena) -> None:
+    unpin(arena)
+    arena.close()

@@ -1,0 +1,245 @@
+"""Restore: one rank chooses for all, every rank reads its bytes by arithmetic, all succeed or none does."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ckpt.digest import Buffer
+from ckpt.errors import CorruptError, NotFoundError, RefusedError
+from ckpt.events import event, get_logger
+from ckpt.format.ids import CheckpointId
+from ckpt.format.keys import run_key
+from ckpt.format.values import decode_value
+from ckpt.ops import catalog
+from ckpt.ops.checkpoint import Checkpoint
+from ckpt.ops.fetch import FetchStats, LocalTier, fetch
+from ckpt.plan.read import ChunkCopy, plan_read
+from ckpt.storage.base import Store
+from ckpt.storage.open import open_store
+from ckpt.storage.staging import StagingDir
+from ckpt_proto.v1 import disk_pb2
+from ckpt_trainer_hooks.agree import Agreement
+from ckpt_trainer_hooks.layout import torch_dtype
+from ckpt_trainer_hooks.rng import derive_rng, restore_rng
+from ckpt_trainer_hooks.state import TrainState, environment
+from ckpt_trainer_hooks.targets import RestoreTargets, collect_targets
+
+__all__ = ["Restorer"]
+
+_log = get_logger("restore")
+_POLL_S = 0.2
+
+
+@dataclass(slots=True, kw_only=True)
+class Restorer:
+    """Restores one rank's part of a run. All ranks make the same calls.
+
+    Attributes:
+        url: of the run.
+        options: of the store.
+        state: live objects, written in place.
+        agreement: between the ranks.
+        staging: of this node; its sealed segments are read first.
+        pending_wait_s: how long to wait for a snapshot that is sealed on this node, newer than the latest
+            commit, and about to be committed by the node's server.
+    """
+
+    url: str
+    options: Mapping[str, str]
+    state: TrainState
+    agreement: Agreement
+    staging: StagingDir
+    pending_wait_s: float
+
+    def restore(self, wanted: str, *, strict: bool) -> CheckpointId | None:
+        """Restore ``wanted`` ("latest", a step or an id); return what was restored, None where there is nothing.
+
+        "latest" falls back to the checkpoint before it when no good copy is left, on all ranks together;
+        a checkpoint asked for by name fails instead.
+
+        Raises:
+            NotFoundError: the named checkpoint does not exist.
+            InvalidInputError: it does not fit the live state; nothing was changed.
+            CorruptError: no good copy is left.
+        """
+        with _Opened(self.url, self.options) as store:
+            for text in self._candidates(store, wanted):
+                if text is None:
+                    return None
+                ident = CheckpointId.parse(text)
+                try:
+                    self._restore_one(store, ident, strict=strict)
+                except CorruptError as error:
+                    if wanted != "latest":
+                        raise
+                    event(_log, logging.WARNING, "restore.fallback", damaged=ident, error=error)
+                    continue
+                return ident
+        raise CorruptError("no checkpoint of the run could be restored", code="none-good", url=self.url)
+
+    def _candidates(self, store: Store, wanted: str) -> Iterator[str | None]:
+        """Checkpoints to try, in order; rank 0 chooses, so ranks can never resume from different steps."""
+        if wanted != "latest":
+            yield self.agreement.decide("resolve", lambda: str(catalog.resolve(store, wanted)))
+            return
+        self._wait_for_pending(store)
+        line = catalog.candidates(store)
+        first = True
+        while True:
+            found = self.agreement.decide("candidate", lambda: _text(next(line, None)))
+            if found is None and not first:
+                return
+            yield found
+            first = False
+
+    def _wait_for_pending(self, store: Store) -> None:
+        """Let the node's server commit what was sealed before the failure, rather than lose it."""
+
+        def on_rank_0() -> None:
+            deadline = time.monotonic() + self.pending_wait_s
+            while (pending := _pending(self.staging, run_key(self.url), store)) is not None:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    event(_log, logging.WARNING, "restore.pending_left_behind", checkpoint=pending)
+                    return
+                event(_log, logging.INFO, "restore.waiting_for_commit", checkpoint=pending, left_s=left)
+                time.sleep(_POLL_S)
+
+        self.agreement.decide("pending", on_rank_0)
+
+    def _restore_one(self, store: Store, ident: CheckpointId, *, strict: bool) -> None:
+        started = time.perf_counter()
+        with self.agreement.together("plan"):  # before the first byte is written
+            checkpoint = catalog.load_checkpoint(store, ident)
+            targets, rng = self._targets(checkpoint)
+            targets.mismatch.raise_if_any(strict=strict)
+        with self.agreement.together("read"):
+            stats = self._read(checkpoint, targets)
+        for apply in targets.apply:
+            apply()
+        self._restore_rng(ident, checkpoint.manifest.world_size, rng)
+        _compare_environment(dict(checkpoint.manifest.environment))
+        event(
+            _log,
+            logging.INFO,
+            "restore.done",
+            checkpoint=ident,
+            local_nbytes=stats.local_nbytes,
+            remote_nbytes=stats.remote_nbytes,
+            repaired_chunks=stats.repaired_chunks,
+            elapsed_s=time.perf_counter() - started,
+        )
+
+    def _targets(self, checkpoint: Checkpoint) -> tuple[RestoreTargets, dict[str, object]]:
+        rank, saved_world = self.agreement.rank, checkpoint.manifest.world_size
+        same_world = saved_world == self.agreement.world_size
+        shared = self._index(checkpoint, 0).state
+        own = self._index(checkpoint, rank if same_world else 0).rank_state
+        if self.state.per_rank and not same_world:
+            raise RefusedError(
+                "per-rank state cannot be spread over another number of ranks; restore without these items "
+                "(leave them out of the manager) or give them global positions",
+                code="per-rank",
+                items=sorted(self.state.per_rank),
+                saved_ranks=saved_world,
+                ranks=self.agreement.world_size,
+            )
+        targets = collect_targets(self.state, checkpoint.layouts, shared, own if same_world else None)
+        rng: dict[str, object] = decode_value(own, leaf=lambda name: None)["rng"]
+        return targets, rng
+
+    def _index(self, checkpoint: Checkpoint, rank: int) -> disk_pb2.SegmentIndex:
+        local = LocalTier(self.staging, run_key(self.url)).index(checkpoint.ident, rank)
+        return local if local is not None else checkpoint.segment_index(rank)
+
+    def _read(self, checkpoint: Checkpoint, targets: RestoreTargets) -> FetchStats:
+        def place(copy: ChunkCopy, chunk: Buffer) -> None:
+            source = _tensor_over(chunk, copy)
+            with torch.no_grad():
+                targets.tensors[copy.target][copy.dst_slices()].copy_(source[copy.src_slices()])
+
+        plan = plan_read(checkpoint.layouts, targets.wants)
+        return fetch(checkpoint, plan, place, local=LocalTier(self.staging, run_key(self.url)))
+
+    def _restore_rng(self, ident: CheckpointId, saved_world: int, rng: dict[str, object]) -> None:
+        if saved_world == self.agreement.world_size:
+            restore_rng(rng)
+            return
+        derive_rng(rng, self.agreement.rank)
+        if self.agreement.rank == 0:
+            event(
+                _log,
+                logging.WARNING,
+                "restore.rng_derived",
+                reason="the number of ranks changed, so streams are new: deterministic, but not continued",
+                checkpoint=ident,
+                saved_ranks=saved_world,
+                ranks=self.agreement.world_size,
+            )
+
+
+class _Opened:
+    """A store for a ``with`` block: closed at its end, also on errors."""
+
+    def __init__(self, url: str, options: Mapping[str, str]) -> None:
+        self._store = open_store(url, options)
+
+    def __enter__(self) -> Store:
+        return self._store
+
+    def __exit__(self, *_: object) -> None:
+        self._store.close()
+
+
+def _tensor_over(chunk: Buffer, copy: ChunkCopy) -> torch.Tensor:
+    """The copy's contiguous array as a tensor over ``chunk``, which may be read-only (it is only read)."""
+    start = np.frombuffer(chunk, np.uint8).ctypes.data + copy.offset
+    dtype = torch_dtype(copy.dtype)
+    raw = (ctypes.c_char * (copy.count * dtype.itemsize)).from_address(start)
+    return torch.frombuffer(raw, dtype=dtype).view(copy.shape)
+
+
+def _text(ident: CheckpointId | None) -> str | None:
+    return None if ident is None else str(ident)
+
+
+def _pending(staging: StagingDir, key: str, store: Store) -> CheckpointId | None:
+    """The newest checkpoint that this node has sealed in full and that is newer than the latest commit."""
+    latest = catalog.latest(store)
+    found: CheckpointId | None = None
+    for ident in staging.checkpoints(key):
+        if staging.is_committed(key, ident):
+            continue
+        if latest is not None and (ident.attempt, ident.step) <= (latest.attempt, latest.step):
+            continue
+        sealed = staging.sealed_ranks(key, ident)
+        try:
+            complete = bool(sealed) and set(staging.read_index(key, ident, sealed[0]).group.ranks) == set(
+                sealed
+            )
+        except (NotFoundError, CorruptError):
+            continue
+        if complete and (found is None or (ident.attempt, ident.step) > (found.attempt, found.step)):
+            found = ident
+    return found
+
+
+def _compare_environment(saved: dict[str, str]) -> None:
+    now = environment()
+    for name in sorted(saved.keys() & now.keys()):
+        if saved[name] != now[name]:
+            event(
+                _log,
+                logging.WARNING,
+                "restore.environment_differs",
+                name=name,
+                saved=saved[name],
+                now=now[name],
+            )

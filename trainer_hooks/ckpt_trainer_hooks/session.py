@@ -1,0 +1,153 @@
+"""What ranks settle before anything is saved: one URL, node groups, a server per node, an attempt."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import ckpt
+import ckpt_proto
+from ckpt.clock import SystemClock
+from ckpt.errors import InvalidInputError
+from ckpt.events import event, get_logger
+from ckpt.format.ids import CheckpointId
+from ckpt.format.keys import run_key
+from ckpt.ops.attempts import claim_attempt
+from ckpt.storage.open import open_store
+from ckpt.storage.staging import RunConfig, StagingDir
+from ckpt_proto.v1 import common_pb2
+from ckpt_trainer_hooks.agree import Agreement
+
+__all__ = ["Session", "agree_on_session", "checked_options", "claim", "import_roots", "start_embedded_server"]
+
+_log = get_logger("session")
+_SECRET_WORDS = ("secret", "password", "token", "credential")
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What the ranks agreed on.
+
+    Attributes:
+        group: this rank's node group.
+        hosts_server: this rank starts the embedded server of its node.
+    """
+
+    group: common_pb2.NodeGroup
+    hosts_server: bool
+
+
+def checked_options(options: Mapping[str, str]) -> dict[str, str]:
+    """Return ``options`` as they will be written to the staging directory.
+
+    Raises:
+        InvalidInputError: a secret is among them; secrets belong in the environment or a profile.
+    """
+    for name in options:
+        if any(word in name.lower() for word in _SECRET_WORDS):
+            raise InvalidInputError(
+                "store options are written to disk: pass credentials by environment or profile instead",
+                option=name,
+            )
+    return {key: str(value) for key, value in options.items()}
+
+
+def agree_on_session(agreement: Agreement, config: RunConfig, staging: StagingDir) -> Session:
+    """Compare what the ranks were given, group them by node and make the run known to the node's server.
+
+    Raises:
+        InvalidInputError: ranks were given different URLs; on every rank, with both values.
+        TimeoutExceededError: a rank did not take part.
+    """
+    told = agreement.gather("session", {"url": config.url, "node": _node_identity(staging)})
+    for rank, other in enumerate(told):
+        if other["url"] != told[0]["url"]:
+            raise InvalidInputError(
+                "ranks were given different URLs",
+                code="disagree",
+                rank_0=told[0]["url"],
+                rank=rank,
+                url=other["url"],
+            )
+    group = _group_of([other["node"] for other in told], agreement.rank)
+    hosts_server = group.ranks[0] == agreement.rank
+    if hosts_server:
+        staging.write_run_config(run_key(config.url), config)
+    return Session(group=group, hosts_server=hosts_server)
+
+
+def start_embedded_server(staging: StagingDir) -> None:
+    """Start the node's staging server unless one runs; returns at once.
+
+    A child in its own session: it outlives the trainer until its uploads are done. A lock in the staging
+    directory makes every start but the first leave quietly.
+    """
+    log = staging.path / "server.log"
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join(import_roots())
+    with log.open("ab") as output:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "ckpt_server", "--staging", str(staging.path), "--embedded"],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            cwd="/",
+            env=environment,
+            start_new_session=True,
+            close_fds=True,
+        )
+    _children.append(child)
+    event(_log, logging.INFO, "server.started", pid=child.pid, log=log)
+
+
+_children: list[
+    subprocess.Popen[bytes]
+] = []  # kept so that Python does not warn about a child that outlives us
+
+
+def import_roots() -> list[str]:
+    """The folders that a child needs on its path to import what this process imports of ckpt."""
+    roots = [str(Path(str(package.__file__)).parent.parent) for package in (ckpt, ckpt_proto)]
+    checkout = Path(roots[0])
+    roots += [
+        str(checkout / folder) for folder in ("server", "trainer_hooks") if (checkout / folder).is_dir()
+    ]
+    return list(dict.fromkeys([*roots, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]))
+
+
+def claim(agreement: Agreement, url: str, options: Mapping[str, str], parent: CheckpointId | None) -> int:
+    """Claim the next attempt number of the run, once for all ranks."""
+
+    def on_rank_0() -> int:
+        store = open_store(url, options)
+        try:
+            return claim_attempt(
+                store,
+                parent=parent,
+                world_size=agreement.world_size,
+                host=socket.gethostname(),
+                clock=SystemClock(),
+            )
+        finally:
+            store.close()
+
+    return int(agreement.decide("attempt", on_rank_0))
+
+
+def _node_identity(staging: StagingDir) -> str:
+    """Ranks with one identity share a node: the same kernel and the same staging directory."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    kernel = boot.read_text().strip() if boot.exists() else socket.gethostname()
+    return f"{kernel}/{staging.token().hex()}"
+
+
+def _group_of(nodes: list[str], rank: int) -> common_pb2.NodeGroup:
+    order = list(dict.fromkeys(nodes))  # groups in the order of their smallest rank
+    members = [other for other, node in enumerate(nodes) if node == nodes[rank]]
+    return common_pb2.NodeGroup(index=order.index(nodes[rank]), count=len(order), ranks=members)

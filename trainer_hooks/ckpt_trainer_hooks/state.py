@@ -1,0 +1,298 @@
+"""The registered training state, flattened anew at every save: tensor leaves and plain values.
+
+What is in the values (docs/format.md, "State values"):
+
+    {"items": {<item>: {"kind": "module",    "extra": {...}}
+                       {"kind": "optimizer", "type": .., "groups": [..], "scalars": {<fqn>: {..}}}
+                       {"kind": "stateful",  "state": <tree>}
+                       {"kind": "plain",     "value": <tree>}},
+     "aliases": {<tensor name>: <the name it is stored under>}}
+
+Items declared per rank, and the random-number streams, are in the rank's own values:
+
+    {"items": {...}, "rng": {...}}
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+import ckpt
+from ckpt.errors import InvalidInputError
+from ckpt.format.values import encode_value
+from ckpt_proto.v1 import common_pb2
+from ckpt_trainer_hooks.layout import LayoutBuilder, Placed
+from ckpt_trainer_hooks.names import canonical_names, parameter_names
+from ckpt_trainer_hooks.rng import capture_rng
+
+__all__ = ["FlatState", "ItemKind", "Leaf", "TrainState", "environment"]
+
+
+_PATH_PART = re.compile(r"""\[['"](.*?)['"]\]|\[([^\]]*)\]""")
+
+
+class ItemKind(StrEnum):
+    """How an item is captured and restored."""
+
+    MODULE = "module"
+    OPTIMIZER = "optimizer"
+    STATEFUL = "stateful"
+    PLAIN = "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One tensor to store.
+
+    Attributes:
+        placed: its layout (which carries the name) and this rank's local part, not copied.
+        deferred: only an optimizer step may change it, so the copy may run until the next one.
+    """
+
+    placed: Placed
+    deferred: bool
+
+
+@dataclass(slots=True)
+class FlatState:
+    """Everything to store of one step, still aliasing live tensors.
+
+    Attributes:
+        leaves: in flattening order; no name twice.
+        values: the same on every rank.
+        rank_values: of this rank alone.
+    """
+
+    leaves: list[Leaf] = field(default_factory=list)
+    values: common_pb2.Value = field(default_factory=common_pb2.Value)
+    rank_values: common_pb2.Value = field(default_factory=common_pb2.Value)
+
+
+class TrainState:
+    """The objects of a run by item name.
+
+    Args:
+        items: modules, optimizers, objects with state_dict/load_state_dict, or mutable mappings of
+            plain values. None values are left out.
+        builder: of this rank.
+        rank: global rank of this process.
+        per_rank: names of items whose state differs from rank to rank (data loaders).
+
+    Raises:
+        InvalidInputError: an object that could not be restored.
+    """
+
+    def __init__(
+        self,
+        items: Mapping[str, object],
+        builder: LayoutBuilder,
+        *,
+        rank: int,
+        per_rank: Collection[str] = (),
+    ) -> None:
+        self.items: dict[str, Any] = {name: item for name, item in items.items() if item is not None}
+        if not self.items:
+            raise InvalidInputError("nothing to checkpoint: pass at least a model")
+        self.kinds = {name: _kind(name, item) for name, item in self.items.items()}
+        self.per_rank = frozenset(per_rank) & self.items.keys()
+        for name in self.per_rank:
+            if self.kinds[name] in (ItemKind.MODULE, ItemKind.OPTIMIZER):
+                raise InvalidInputError("modules and optimizers cannot be declared per rank", item=name)
+        self.builder = builder
+        self.rank = rank
+
+    def of_kind(self, kind: ItemKind) -> dict[str, Any]:
+        """The items of one kind, in registration order."""
+        return {name: item for name, item in self.items.items() if self.kinds[name] is kind}
+
+    @property
+    def modules(self) -> dict[str, torch.nn.Module]:
+        return self.of_kind(ItemKind.MODULE)
+
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        return self.of_kind(ItemKind.OPTIMIZER)
+
+    def flatten(self) -> FlatState:
+        """Walk the items. Copies nothing of a tensor, changes nothing, makes no optimizer step.
+
+        Raises:
+            InvalidInputError: something that cannot be stored exactly, named by its path.
+        """
+        return _Flattening(self).run()
+
+
+class _Flattening:
+    """One walk; its fields are the result under construction."""
+
+    def __init__(self, state: TrainState) -> None:
+        self._state = state
+        self._builder = state.builder
+        self._flat = FlatState()
+        self._names: set[str] = set()
+        self._aliases: dict[str, str] = {}
+        self._storages: dict[tuple[object, ...], str] = {}
+
+    def run(self) -> FlatState:
+        encoders: dict[ItemKind, Callable[[str, Any], dict[str, Any]]] = {
+            ItemKind.MODULE: self._module,
+            ItemKind.OPTIMIZER: self._optimizer,
+            ItemKind.STATEFUL: self._stateful,
+            ItemKind.PLAIN: self._plain,
+        }
+        rng = capture_rng()  # first: a state_dict() may draw random numbers
+        shared: dict[str, Any] = {}
+        own: dict[str, Any] = {}
+        for name, item in self._state.items.items():
+            target = own if name in self._state.per_rank else shared
+            target[name] = encoders[self._state.kinds[name]](name, item)
+        tree = {"items": shared, "aliases": self._aliases}
+        self._flat.values = encode_value(tree, leaf=self._shared_leaf)
+        self._flat.rank_values = encode_value({"items": own, "rng": rng}, leaf=self._rank_leaf)
+        return self._flat
+
+    def _module(self, item: str, module: torch.nn.Module) -> dict[str, Any]:
+        state = module.state_dict()
+        parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        extra = {}
+        for raw, fqn in canonical_names(module, list(state)).items():
+            value = state[raw]
+            if isinstance(value, torch.Tensor):
+                self._add_unless_alias(f"{item}.{fqn}", value, deferred=raw in parameters)
+            else:
+                extra[fqn] = value
+        return {"kind": str(ItemKind.MODULE), "extra": extra}
+
+    def _optimizer(self, item: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        names = parameter_names(self._state.modules)
+        scalars: dict[str, dict[str, Any]] = {}
+        groups = []
+        for number, group in enumerate(optimizer.param_groups):
+            fqns = [_name_of(names, item, number, p) for p in group["params"]]
+            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            groups.append({"params": fqns, "options": options})
+            for fqn, parameter in zip(fqns, group["params"], strict=True):
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, torch.Tensor):
+                        self._add(f"{item}.{fqn}.{key}", value, deferred=True)
+                    else:
+                        scalars.setdefault(fqn, {})[key] = value
+        kind = str(ItemKind.OPTIMIZER)
+        return {"kind": kind, "type": type(optimizer).__name__, "groups": groups, "scalars": scalars}
+
+    def _stateful(self, item: str, stateful: Any) -> dict[str, Any]:
+        return {"kind": str(ItemKind.STATEFUL), "state": stateful.state_dict()}
+
+    def _plain(self, item: str, value: Any) -> dict[str, Any]:
+        return {"kind": str(ItemKind.PLAIN), "value": value}
+
+    def _shared_leaf(self, path: str, value: object) -> str | None:
+        """Store a tensor that was met inside plain values; it is copied at once, never deferred."""
+        return self._tree_leaf(path, value, suffix="", alone=False)
+
+    def _rank_leaf(self, path: str, value: object) -> str | None:
+        """The same for a tensor of this rank alone; its name must not meet another rank's."""
+        return self._tree_leaf(path, value, suffix=f"@rank{self._state.rank}", alone=True)
+
+    def _tree_leaf(self, path: str, value: object, *, suffix: str, alone: bool) -> str | None:
+        if not isinstance(value, torch.Tensor):
+            return None
+        base = _dotted(path)
+        name = base + suffix
+        serial = 2
+        while name in self._names:  # {"a.b": t} beside {"a": {"b": t}}
+            name = f"{base}#{serial}{suffix}"
+            serial += 1
+        self._append(name, self._builder.place(name, value, alone=alone), deferred=False)
+        return name
+
+    def _add_unless_alias(self, name: str, tensor: torch.Tensor, *, deferred: bool) -> None:
+        placed = self._builder.place(name, tensor)
+        local = placed.local
+        if local.numel() > 0:
+            key = (
+                local.data_ptr(),
+                local.shape,
+                local.stride(),
+                local.dtype,
+                local.device,
+                placed.layout.global_shape,
+            )
+            first = self._storages.setdefault(key, name)
+            if first != name:
+                self._aliases[name] = first
+                return
+        self._append(name, placed, deferred=deferred)
+
+    def _add(self, name: str, tensor: torch.Tensor, *, deferred: bool) -> None:
+        self._append(name, self._builder.place(name, tensor), deferred=deferred)
+
+    def _append(self, name: str, placed: Placed, *, deferred: bool) -> None:
+        if name in self._names:
+            raise InvalidInputError("two tensors have one name", tensor=name)
+        self._names.add(name)
+        self._flat.leaves.append(Leaf(placed, deferred))
+
+
+def _dotted(path: str) -> str:
+    """``state['items']['ema']['state']['a'][0]`` -> ``ema.a.0``."""
+    parts = [text or number for text, number in _PATH_PART.findall(path)]
+    del parts[0]  # "items"
+    if len(parts) > 1 and parts[1] in ("state", "value"):
+        del parts[1]
+    return ".".join(parts)
+
+
+def _kind(name: str, item: object) -> ItemKind:
+    if "." in name or not name:
+        raise InvalidInputError("item names must not be empty or contain dots", item=name)
+    if isinstance(item, torch.nn.Module):
+        return ItemKind.MODULE
+    if isinstance(item, torch.optim.Optimizer):
+        return ItemKind.OPTIMIZER
+    if hasattr(item, "state_dict") and hasattr(item, "load_state_dict"):
+        return ItemKind.STATEFUL
+    if isinstance(item, MutableMapping):
+        return ItemKind.PLAIN
+    raise InvalidInputError(
+        "item cannot be restored in place: pass a module, an optimizer, an object with state_dict and "
+        "load_state_dict, or a mutable mapping of plain values",
+        item=name,
+        type=type(item).__name__,
+    )
+
+
+def _name_of(names: Mapping[int, str], item: str, group: int, parameter: torch.Tensor) -> str:
+    name = names.get(id(parameter))
+    if name is None:
+        raise InvalidInputError(
+            "the optimizer has a parameter that no registered module owns, so it has no name that would "
+            "survive a restart; register its module, or build the optimizer after wrapping the model",
+            optimizer=item,
+            group=group,
+            shape=tuple(parameter.shape),
+        )
+    return name
+
+
+def environment(extra: Iterable[tuple[str, str]] = ()) -> dict[str, str]:
+    """Versions and numerics flags that a restore compares with its own."""
+    found = {
+        "ckpt": ckpt.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "default_dtype": str(torch.get_default_dtype()),
+        "deterministic_algorithms": str(torch.are_deterministic_algorithms_enabled()),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+    }
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+    found.update(extra)
+    return found

@@ -1,0 +1,313 @@
+"""Where restored bytes go: live tensors of modules and optimizers, new tensors inside plain state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ckpt.errors import InvalidInputError
+from ckpt.format.layout import LayoutSet, TensorLayout, local_region
+from ckpt.format.values import decode_value
+from ckpt.geometry import Region
+from ckpt.plan.read import Want
+from ckpt_proto.v1 import common_pb2
+from ckpt_trainer_hooks.compat import as_dtensor, local_tensor
+from ckpt_trainer_hooks.layout import torch_dtype
+from ckpt_trainer_hooks.names import canonical_names, parameter_names
+from ckpt_trainer_hooks.state import ItemKind, TrainState
+
+__all__ = ["Mismatch", "RestoreTargets", "collect_targets"]
+
+
+@dataclass(slots=True)
+class Mismatch:
+    """Everything that does not fit, collected before a byte is read.
+
+    Attributes:
+        missing: wanted by the live state, not in the checkpoint.
+        unexpected: in the checkpoint, wanted by nobody.
+        shapes: name, saved and live shape.
+        dtypes: name, saved and live dtype.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    shapes: list[str] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+
+    def raise_if_any(self, *, strict: bool) -> None:
+        """Raise InvalidInputError listing all of them; missing and unexpected only when ``strict``."""
+        wrong = {"shapes": self.shapes, "dtypes": self.dtypes}
+        if strict:
+            wrong |= {"missing": self.missing, "unexpected": self.unexpected}
+        if any(wrong.values()):
+            listed = {kind: "; ".join(names) for kind, names in wrong.items() if names}
+            raise InvalidInputError(
+                "the checkpoint does not fit the live state; nothing was changed. strict=False leaves out "
+                "missing and unexpected entries",
+                code="mismatch",
+                **listed,
+            )
+
+
+@dataclass(slots=True)
+class RestoreTargets:
+    """What to read and what to do with it.
+
+    Attributes:
+        wants: one per destination; ``target`` indexes ``tensors``.
+        tensors: local destination tensors, written in place.
+        mismatch: what does not fit.
+        apply: called in order, after every byte is in place.
+    """
+
+    wants: list[Want] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    mismatch: Mismatch = field(default_factory=Mismatch)
+    apply: list[Callable[[], None]] = field(default_factory=list)
+
+
+def collect_targets(
+    state: TrainState, saved: LayoutSet, values: common_pb2.Value, rank_values: common_pb2.Value | None
+) -> RestoreTargets:
+    """Match the live state with a checkpoint. Changes nothing yet.
+
+    Args:
+        state: the registered objects.
+        saved: layouts of the checkpoint.
+        values: SegmentIndex.state of rank 0.
+        rank_values: SegmentIndex.rank_state of this rank; None where this rank has none.
+    """
+    return _Collector(state, saved, values, rank_values).run()
+
+
+class _Collector:
+    def __init__(
+        self,
+        state: TrainState,
+        saved: LayoutSet,
+        values: common_pb2.Value,
+        rank_values: common_pb2.Value | None,
+    ) -> None:
+        self._state = state
+        self._saved = saved
+        self._result = RestoreTargets()
+        self._used: set[str] = set()
+        self._values: dict[str, Any] = decode_value(values, leaf=self._read_leaf)
+        self._aliases: dict[str, str] = self._values["aliases"]
+        self._rank_items: dict[str, Any] = {}
+        if rank_values is not None and state.per_rank:
+            self._rank_items = decode_value(rank_values, leaf=self._read_leaf)["items"]
+
+    def run(self) -> RestoreTargets:
+        collectors: dict[ItemKind, Callable[[str, Any, Mapping[str, Any]], None]] = {
+            ItemKind.MODULE: self._module,
+            ItemKind.OPTIMIZER: self._optimizer,
+            ItemKind.STATEFUL: self._stateful,
+            ItemKind.PLAIN: self._plain,
+        }
+        shared = self._values["items"]
+        order = sorted(self._state.items, key=lambda name: list(collectors).index(self._state.kinds[name]))
+        for name in order:  # modules, then optimizers, then schedulers and the rest: the documented order
+            saved = (self._rank_items if name in self._state.per_rank else shared).get(name)
+            kind = self._state.kinds[name]
+            if saved is None:
+                self._result.mismatch.missing.append(f"{name} (whole item)")
+            elif saved["kind"] != str(kind):
+                self._result.mismatch.shapes.append(f"{name}: saved as {saved['kind']}, live {kind}")
+            else:
+                collectors[kind](name, self._state.items[name], saved)
+        self._find_unexpected(shared)
+        return self._result
+
+    def _find_unexpected(self, shared: Mapping[str, Any]) -> None:
+        unexpected = self._result.mismatch.unexpected
+        unexpected += [f"{name} (whole item)" for name in shared if name not in self._state.items]
+        unexpected += [
+            name
+            for name in self._saved
+            if name not in self._used and name.partition(".")[0] in self._state.items and "@rank" not in name
+        ]
+
+    def _module(self, item: str, module: torch.nn.Module, saved: Mapping[str, Any]) -> None:
+        live = module.state_dict()
+        owners: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+        owners |= dict(module.named_buffers(remove_duplicate=False))
+        emitted: dict[str, Any] = {}
+        for raw, fqn in canonical_names(module, list(live)).items():
+            value = live[raw]
+            if not isinstance(value, torch.Tensor):
+                if fqn in saved["extra"]:
+                    emitted[raw] = saved["extra"][fqn]
+                else:
+                    self._result.mismatch.missing.append(f"{item}.{fqn}")
+                continue
+            owner = owners.get(raw)
+            if owner is not None and local_of(owner).data_ptr() == local_of(value).data_ptr():
+                self._into(f"{item}.{fqn}", value)
+            else:  # a state-dict hook made it; what is written into it would be lost
+                emitted[raw] = value.clone()
+                self._into(f"{item}.{fqn}", emitted[raw])
+        if emitted:
+            self._result.apply.append(lambda: _load_emitted(module, emitted))
+
+    def _optimizer(self, item: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+        names = parameter_names(self._state.modules)
+        parameters = {
+            names[id(p)]: p for group in optimizer.param_groups for p in group["params"] if id(p) in names
+        }
+        loaded: dict[str, dict[str, Any]] = {fqn: dict(found) for fqn, found in saved["scalars"].items()}
+        for name, fqn, key in _optimizer_entries(item, self._saved, parameters):
+            parameter = parameters[fqn]
+            live = optimizer.state.get(parameter, {}).get(key)
+            tensor = self._state_tensor(name, parameter, live, optimizer, key)
+            loaded.setdefault(fqn, {})[key] = tensor
+            self._into(name, tensor)
+        groups = saved["groups"]
+        self._result.apply.append(lambda: _set_optimizer(optimizer, parameters, loaded, groups, names))
+
+    def _state_tensor(
+        self, name: str, parameter: torch.Tensor, live: object, optimizer: torch.optim.Optimizer, key: str
+    ) -> torch.Tensor:
+        """The live state tensor, or a new one laid out like its parameter (state is created lazily)."""
+        layout = self._saved[name]
+        dtype = torch_dtype(layout.dtype)
+        if (
+            isinstance(live, torch.Tensor)
+            and tuple(live.shape) == layout.global_shape
+            and live.dtype == dtype
+        ):
+            return live
+        if tuple(parameter.shape) == layout.global_shape:
+            return torch.zeros_like(parameter.detach(), dtype=dtype)
+        on_device = layout.global_shape != () or _keeps_step_on_device(optimizer, parameter)
+        return torch.zeros(layout.global_shape, dtype=dtype, device=parameter.device if on_device else "cpu")
+
+    def _stateful(self, item: str, stateful: Any, saved: Mapping[str, Any]) -> None:
+        self._result.apply.append(lambda: stateful.load_state_dict(saved["state"]))
+
+    def _plain(self, item: str, mapping: Any, saved: Mapping[str, Any]) -> None:
+        def fill() -> None:
+            mapping.clear()
+            mapping.update(saved["value"])
+
+        self._result.apply.append(fill)
+
+    def _read_leaf(self, name: str) -> object:
+        """A tensor inside plain state: read whole, on the CPU."""
+        layout = self._saved.get(name)
+        if layout is None:
+            raise InvalidInputError("the checkpoint's values name a tensor that it lacks", tensor=name)
+        tensor = torch.zeros(layout.global_shape, dtype=torch_dtype(layout.dtype))
+        self._want(name, layout, tensor, Region.whole(layout.global_shape))
+        return tensor
+
+    def _into(self, name: str, live: torch.Tensor) -> None:
+        """Want ``name`` in place of ``live`` (a plain tensor or a DTensor), if it fits."""
+        source = self._aliases.get(name, name)
+        layout = self._saved.get(source)
+        if layout is None:
+            self._result.mismatch.missing.append(name)
+            return
+        self._used.add(source)
+        if layout.global_shape != tuple(live.shape):
+            self._result.mismatch.shapes.append(
+                f"{name}: saved {list(layout.global_shape)}, live {list(live.shape)}"
+            )
+            return
+        if torch_dtype(layout.dtype) != live.dtype:
+            self._result.mismatch.dtypes.append(f"{name}: saved {layout.dtype}, live {live.dtype}")
+            return
+        placed = self._state.builder.place(name, live)
+        region = local_region(placed.layout, self._state.rank)
+        if region is None or placed.local.numel() == 0:
+            return
+        self._want(source, layout, placed.local, region)
+
+    def _want(self, name: str, layout: TensorLayout, tensor: torch.Tensor, region: Region) -> None:
+        self._used.add(name)
+        if tensor.numel() == 0:
+            return
+        self._result.wants.append(Want(name, region, len(self._result.tensors)))
+        self._result.tensors.append(tensor)
+
+
+def _optimizer_entries(
+    item: str, saved: LayoutSet, parameters: Mapping[str, torch.Tensor]
+) -> Iterable[tuple[str, str, str]]:
+    """Yield (stored name, parameter name, state key) of the item's tensors; the longest name wins."""
+    prefix = f"{item}."
+    for name in saved:
+        if not name.startswith(prefix):
+            continue
+        fqn, _, key = name.removeprefix(prefix).rpartition(".")
+        rest = [key]
+        while fqn and fqn not in parameters:
+            fqn, _, part = fqn.rpartition(".")
+            rest.insert(0, part)
+        if fqn:
+            yield name, fqn, ".".join(rest)
+
+
+def _keeps_step_on_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+    """Adam keeps its 0-dim ``step`` on the CPU unless the group is capturable or fused."""
+    for group in optimizer.param_groups:
+        if any(parameter is p for p in group["params"]):
+            return bool(group.get("capturable") or group.get("fused"))
+    return False
+
+
+def _set_optimizer(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, torch.Tensor],
+    loaded: Mapping[str, Mapping[str, Any]],
+    groups: list[dict[str, Any]],
+    names: Mapping[int, str],
+) -> None:
+    """Put state and group options in place by name, without the optimizer's own loader, which casts.
+
+    Source of the pitfalls: cases I17-I23, I28 (dropped, shifted or cast state).
+    """
+    for fqn, parameter in parameters.items():
+        if fqn in loaded:
+            optimizer.state[parameter] = dict(loaded[fqn])
+        else:
+            optimizer.state.pop(parameter, None)  # it never had a gradient
+    for number, group in enumerate(optimizer.param_groups):
+        saved = _matching_group([names.get(id(p), "") for p in group["params"]], number, groups)
+        for key, value in saved["options"].items():
+            live = group.get(key)
+            if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
+                live.copy_(value)  # a tensor lr may be captured in a graph
+            else:
+                group[key] = value
+
+
+def _matching_group(fqns: list[str], number: int, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    wanted = set(fqns)
+    for saved in groups:
+        if wanted and set(saved["params"]) == wanted:
+            return saved
+    overlap = [saved for saved in groups if wanted & set(saved["params"])]
+    if len(overlap) == 1:
+        return overlap[0]
+    if number < len(groups) and not wanted and not groups[number]["params"]:
+        return groups[number]
+    raise InvalidInputError(
+        "a parameter group has no counterpart in the checkpoint: its parameters were in other groups",
+        group=number,
+        parameters=fqns[:5],
+    )
+
+
+def _load_emitted(module: torch.nn.Module, emitted: dict[str, Any]) -> None:
+    module.load_state_dict(emitted, strict=False)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a plain tensor or DTensor."""
+    distributed = as_dtensor(tensor)
+    return tensor.detach() if distributed is None else local_tensor(distributed).detach()
