@@ -9,6 +9,7 @@ Run it again with another --kind or another number of ranks: it goes on where th
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -95,7 +96,7 @@ def train(args: argparse.Namespace, rank: int, mesh: DeviceMesh | None) -> None:
         lr_scheduler=trainer.scheduler,
         save_interval_steps=args.save_every,
         mode=args.mode,
-        staging=args.staging,
+        staging_dir=args.staging,
     ) as ckpt:
         start = ckpt.restore()
         for step in range(start, args.until):
@@ -146,6 +147,9 @@ def main() -> None:
         train(args, rank, make_mesh(args.kind, args.tp))
     finally:
         if world > 1:
+            # A gloo thread that drops the last reference to a tensor while Python shuts down aborts the
+            # process (pytorch issue 190489); collect the model's reference cycles while it is alive.
+            gc.collect()
             dist.destroy_process_group()
 
 
