@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import zlib
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -19,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 
 from ckpt.errors import InvalidInputError
 from ckpt.format.mesh import Mesh
-from ckpt.format.placement import Placement, Shard, Split, StridedShard, TensorLayout, splits_of
+from ckpt.format.placement import Placement, Shard, StridedShard, TensorLayout, splits_of
 from ckpt.geometry import Region, Run, Runs, Shape, intersect_runs, merge_runs, narrow_runs
 
 __all__ = [
@@ -224,69 +223,57 @@ def _set_replica(coord: list[int], dims: Coord, sizes: list[int], index: int) ->
 
 def _overlapping(size: int, chain: Chain, wanted: Runs) -> list[tuple[Coord, Runs]]:
     """Return (coord, runs) of the shards of one dim that share elements with ``wanted``."""
-    if not size or not wanted:
-        return []
-    if all(factor == 1 for _, factor in chain):
-        found: dict[Coord, Runs] = {}
-        for run in wanted:
-            _divide(0, size, chain, (), run, found)
-        return list(found.items())
-    table = _shard_table(size, chain)
-    coords: dict[Coord, None] = {}
-    for run in wanted:
-        at = bisect_right(table.starts, run.start) - 1
-        while at < len(table.starts) and table.starts[at] < run.start + run.length:
-            coords[table.coords[at]] = None
-            at += 1
-    return [(coord, _shard_runs(size, chain, coord)) for coord in coords]
+    found: list[tuple[Coord, Runs]] = []
+    if size and wanted:
+        _descend((Run(0, size),), size, chain, (), wanted, found)
+    return found
 
 
-def _divide(start: int, size: int, chain: Chain, coord: Coord, wanted: Run, found: dict[Coord, Runs]) -> None:
-    # Plain shards are intervals: the indexes that matter follow by division at each link.
+def _descend(
+    runs: Runs, size: int, chain: Chain, coord: Coord, wanted: Runs, found: list[tuple[Coord, Runs]]
+) -> None:
+    # ``runs``: of the shard at ``coord``; they share elements with ``wanted``. Which of its parts do
+    # follows by division: nothing is looked at that does not matter.
     if not chain:
-        found[coord] = (Run(start, size),)
+        found.append((coord, runs))
         return
-    step = -(-size // chain[0][0])
-    low = max(wanted.start - start, 0)
-    high = min(wanted.start + wanted.length - start, size)
-    for index in range(low // step, (high - 1) // step + 1):
-        here = index * step
-        _divide(start + here, min(step, size - here), chain[1:], (*coord, index), wanted, found)
-
-
-@dataclass(frozen=True, slots=True)
-class _ShardTable:
-    """Every run of a strided dim, ascending; they are disjoint and cover the dim."""
-
-    starts: tuple[int, ...]
-    coords: tuple[Coord, ...]
-
-
-@lru_cache(maxsize=256)
-def _shard_table(size: int, chain: Chain) -> _ShardTable:
-    level: list[tuple[Coord, Runs, int]] = [((), (Run(0, size),), size)]
-    for link in chain:
-        deeper: list[tuple[Coord, Runs, int]] = []
-        for coord, runs, length in level:
-            for index in range(link[0]):
-                part = _split_once(runs, length, link, index)
-                if part:
-                    deeper.append(((*coord, index), part, sum(run.length for run in part)))
-        level = deeper
-    entries = sorted((run.start, coord) for coord, runs, _ in level for run in runs)
-    return _ShardTable(tuple(start for start, _ in entries), tuple(coord for _, coord in entries))
+    count, factor = chain[0]
+    piece = -(-size // factor)
+    indexes: set[int] = set()
+    for low, _, length in intersect_runs(runs, wanted):
+        for start in range(low // piece * piece, low + length, piece):
+            step = -(-min(piece, size - start) // count)
+            first, last = max(low - start, 0), min(low + length - start, piece) - 1
+            indexes.update(range(first // step, last // step + 1))
+    for index in sorted(indexes):
+        part = _split_once(runs, size, chain[0], index)
+        _descend(part, sum(run.length for run in part), chain[1:], (*coord, index), wanted, found)
 
 
 @lru_cache(maxsize=1024)
 def _holding_coords(size: int, chain: Chain) -> tuple[Coord, ...]:
-    return tuple(coord for coord, _ in _overlapping(size, chain, (Run(0, size),) if size else ()))
+    """Return the coords of the shards of one dim that are not empty."""
+    if not size:
+        return ()
+    if not chain:
+        return ((),)
+    count, factor = chain[0]
+    piece = -(-size // factor)
+    lengths = [min(piece, size - start) for start in range(0, size, piece)]
+    steps = [-(-length // count) for length in lengths]
+    found: list[Coord] = []
+    for index in range(count):
+        held = sum(
+            min(step, max(length - step * index, 0)) for length, step in zip(lengths, steps, strict=True)
+        )
+        found.extend((index, *rest) for rest in _holding_coords(held, chain[1:]))
+    return tuple(found)
 
 
 def storing_ranks(layouts: Iterable[TensorLayout]) -> set[int]:
     """Return every rank that stores a part of at least one of the tensors.
 
-    A mesh all of whose ranks are known to store something is not looked at again, so the cost is
-    about that of one or two large tensors per mesh.
+    Tensors that are split alike are looked at once, and none on a mesh whose ranks are all known.
     """
     found: set[int] = set()
     full: set[Mesh] = set()
@@ -294,32 +281,37 @@ def storing_ranks(layouts: Iterable[TensorLayout]) -> set[int]:
     for layout in sorted(layouts, key=lambda item: -item.nbytes):
         if layout.mesh in full:
             continue
-        splits, replica_dims = splits_of(layout.mesh.shape, layout.placements, len(layout.global_shape))
-        held = [
-            _holding_coords(size, split.chain)
-            for size, split in zip(layout.global_shape, splits, strict=True)
-        ]
+        _, replica_dims = splits_of(layout.mesh.shape, layout.placements, len(layout.global_shape))
         replicas = math.prod(layout.mesh.shape[dim] for dim in replica_dims)
         striped = replicas > 1 and layout.nbytes >= STRIPE_MIN_NBYTES
-        key = (layout.mesh, layout.placements, layout.global_shape, striped, _keeper(layout.name, replicas))
+        key = (
+            layout.mesh,
+            layout.placements,
+            layout.global_shape,
+            layout.itemsize if striped else 0,
+            _keeper(layout.name, replicas),
+        )
         if key in seen:
             continue
         seen.add(key)
         if striped:
             found.update(rank for rank, _ in owners(layout, Region.whole(layout.global_shape)))
         else:
-            found.update(_whole_shard_ranks(layout, splits, replica_dims, held))
+            found.update(_whole_shard_ranks(layout))
         if len(found) >= layout.mesh.size and found >= layout.mesh.ranks_set:
             full.add(layout.mesh)
     return found
 
 
-def _whole_shard_ranks(
-    layout: TensorLayout, splits: tuple[Split, ...], replica_dims: Coord, held: list[tuple[Coord, ...]]
-) -> Iterator[int]:
+def _whole_shard_ranks(layout: TensorLayout) -> Iterator[int]:
+    # No shard is striped: each is stored by one replica, the same one for all shards.
+    splits, replica_dims = splits_of(layout.mesh.shape, layout.placements, len(layout.global_shape))
     coord = [0] * layout.mesh.ndim
     sizes = [layout.mesh.shape[dim] for dim in replica_dims]
     _set_replica(coord, replica_dims, sizes, _keeper(layout.name, math.prod(sizes)))
+    held = [
+        _holding_coords(size, split.chain) for size, split in zip(layout.global_shape, splits, strict=True)
+    ]
     for chosen in product(*held):
         for split, indexes in zip(splits, chosen, strict=True):
             for mesh_dim, index in zip(split.mesh_dims, indexes, strict=True):
