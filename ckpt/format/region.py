@@ -251,22 +251,22 @@ def _descend(
 
 
 @lru_cache(maxsize=1024)
-def _holding_coords(size: int, chain: Chain) -> tuple[Coord, ...]:
-    """Return the coords of the shards of one dim that are not empty."""
+def _holding_offsets(size: int, chain: Chain, strides: Coord) -> tuple[int, ...]:
+    """Return sum(coord * strides) of the shards of one dim that are not empty."""
     if not size:
         return ()
     if not chain:
-        return ((),)
+        return (0,)
     count, factor = chain[0]
     piece = -(-size // factor)
-    lengths = [min(piece, size - start) for start in range(0, size, piece)]
-    steps = [-(-length // count) for length in lengths]
-    found: list[Coord] = []
+    full, rest = divmod(size, piece)  # pieces of full length, and the length of the last one
+    step, rest_step = -(-piece // count), -(-rest // count)
+    found: list[int] = []
     for index in range(count):
-        held = sum(
-            min(step, max(length - step * index, 0)) for length, step in zip(lengths, steps, strict=True)
-        )
-        found.extend((index, *rest) for rest in _holding_coords(held, chain[1:]))
+        held = full * min(step, max(piece - step * index, 0))
+        held += min(rest_step, max(rest - rest_step * index, 0))
+        here = index * strides[0]
+        found.extend([here + deeper for deeper in _holding_offsets(held, chain[1:], strides[1:])])
     return tuple(found)
 
 
@@ -303,20 +303,23 @@ def storing_ranks(layouts: Iterable[TensorLayout]) -> set[int]:
     return found
 
 
-def _whole_shard_ranks(layout: TensorLayout) -> Iterator[int]:
+def _whole_shard_ranks(layout: TensorLayout) -> Iterable[int]:
     # No shard is striped: each is stored by one replica, the same one for all shards.
-    splits, replica_dims = splits_of(layout.mesh.shape, layout.placements, len(layout.global_shape))
-    coord = [0] * layout.mesh.ndim
-    sizes = [layout.mesh.shape[dim] for dim in replica_dims]
+    mesh = layout.mesh
+    splits, replica_dims = splits_of(mesh.shape, layout.placements, len(layout.global_shape))
+    strides = mesh.strides
+    if strides is None:  # then count in the list of ranks
+        strides = tuple(math.prod(mesh.shape[dim + 1 :]) for dim in range(mesh.ndim))
+    coord = [0] * mesh.ndim
+    sizes = [mesh.shape[dim] for dim in replica_dims]
     _set_replica(coord, replica_dims, sizes, _keeper(layout.name, math.prod(sizes)))
-    held = [
-        _holding_coords(size, split.chain) for size, split in zip(layout.global_shape, splits, strict=True)
-    ]
-    for chosen in product(*held):
-        for split, indexes in zip(splits, chosen, strict=True):
-            for mesh_dim, index in zip(split.mesh_dims, indexes, strict=True):
-                coord[mesh_dim] = index
-        yield layout.mesh.rank_at(coord)
+    places = [sum(map(int.__mul__, coord, strides))]
+    for size, split in zip(layout.global_shape, splits, strict=True):
+        held = _holding_offsets(size, split.chain, tuple([strides[dim] for dim in split.mesh_dims]))
+        places = [place + offset for place in places for offset in held]
+    if mesh.strides is None:
+        return [mesh.explicit[place] for place in places]
+    return [mesh.base + place for place in places]
 
 
 def right_to_left(layout: TensorLayout) -> TensorLayout | None:

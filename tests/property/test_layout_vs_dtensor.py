@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -37,6 +37,7 @@ from ckpt.format.layout import (
 )
 from ckpt.geometry import Region, Run
 from tests.support.layouts import LARGE_SHAPES, layouts, read_region, world_of
+from tests.support.properties import examples
 
 
 def as_torch(placement: Placement) -> TorchPlacement:
@@ -71,7 +72,7 @@ def counts_of_owned(layout: TensorLayout) -> np.ndarray:
 
 
 @given(layouts())
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_local_region_is_what_dtensor_holds_on_every_rank(layout: TensorLayout) -> None:
     full = torch.arange(math.prod(layout.global_shape)).reshape(layout.global_shape)
     for rank in world_of(layout):
@@ -83,19 +84,19 @@ def test_local_region_is_what_dtensor_holds_on_every_rank(layout: TensorLayout) 
 
 
 @given(layouts())
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_every_element_is_owned_exactly_once(layout: TensorLayout) -> None:
     assert (counts_of_owned(layout) == 1).all()
 
 
 @given(st.sampled_from(LARGE_SHAPES).flatmap(lambda s: layouts(shape=s, dtype="complex128")))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_every_element_is_owned_exactly_once_where_replicas_share_the_work(layout: TensorLayout) -> None:
     assert (counts_of_owned(layout) == 1).all()
 
 
 @given(layouts() | st.sampled_from(LARGE_SHAPES).flatmap(lambda s: layouts(shape=s, dtype="complex128")))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_a_stripe_lies_where_it_says_in_the_local_tensor(layout: TensorLayout) -> None:
     for rank in world_of(layout):
         stripe = owned_stripe(layout, rank)
@@ -127,7 +128,7 @@ def layouts_with_wants(draw: st.DrawFn) -> tuple[TensorLayout, Region]:
 
 
 @given(layouts_with_wants())
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_owners_finds_the_ranks_that_a_scan_of_all_ranks_finds(case: tuple[TensorLayout, Region]) -> None:
     layout, wanted = case
     expected = {}
@@ -148,7 +149,7 @@ def overlaps(left: Region, right: Region) -> bool:
 
 
 @given(st.lists(layouts(base=0) | layouts(shape=(257, 300), dtype="complex128", base=0), max_size=4))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_storing_ranks_are_those_that_own_something(items: list[TensorLayout]) -> None:
     expected = {rank for item in items for rank in world_of(item) if owned_region(item, rank) is not None}
     assert storing_ranks(items) == expected
@@ -223,7 +224,7 @@ def fsdp_local(full: torch.Tensor, dp: int, tp: int) -> tuple[torch.Tensor, tupl
 
 
 @given(layouts())
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_right_to_left_covers_every_element_once_with_one_box_per_rank(layout: TensorLayout) -> None:
     real = right_to_left(layout)
     if real is None:

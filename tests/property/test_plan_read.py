@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -18,6 +18,7 @@ from ckpt.plan.read import PieceRead, Want, plan_chunks, plan_read
 from ckpt.plan.save import plan_save
 from ckpt_proto.v1 import disk_pb2
 from tests.support.layouts import LARGE_SHAPES, layouts, read_region, shapes, world_of
+from tests.support.properties import examples
 
 Array = NDArray[np.generic]
 NUMPY = {"int64": np.int64, "int16": np.int16, "complex128": np.complex128, "uint8": np.uint8}
@@ -96,7 +97,7 @@ def two_layouts(
     shapes().flatmap(lambda s: two_layouts(s, "int64", (None, None))),
     st.sampled_from([8, 24, 64, 4096, 1 << 20]),
 )
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_any_layout_restores_onto_any_other(
     pair: tuple[TensorLayout, TensorLayout], chunk_nbytes: int
 ) -> None:
@@ -105,7 +106,7 @@ def test_any_layout_restores_onto_any_other(
 
 @pytest.mark.parametrize(("before", "after"), [(4, 4), (3, 5), (7, 3), (5, 7), (8, 2), (1, 6)])
 @given(data=st.data())
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_any_layout_restores_onto_another_world_size(before: int, after: int, data: st.DataObject) -> None:
     shape = data.draw(shapes())
     saved, wanted = data.draw(two_layouts(shape, "int16", (before, after)))
@@ -113,13 +114,13 @@ def test_any_layout_restores_onto_another_world_size(before: int, after: int, da
 
 
 @given(st.sampled_from(LARGE_SHAPES).flatmap(lambda s: two_layouts(s, "complex128", (None, 4))))
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_striped_replicas_restore_onto_any_other_layout(pair: tuple[TensorLayout, TensorLayout]) -> None:
     check_restore(LayoutSet([pair[0]]), [pair[1]], chunk_nbytes=1 << 16)
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_many_tensors_of_many_dtypes_share_the_segments(data: st.DataObject) -> None:
     saved, wanted = [], []
     for index in range(data.draw(st.integers(0, 5))):
@@ -131,7 +132,7 @@ def test_many_tensors_of_many_dtypes_share_the_segments(data: st.DataObject) -> 
 
 
 @given(shapes().flatmap(lambda s: two_layouts(s, "int64", (None, None))))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_each_chunk_and_each_owner_is_named_once_and_only_where_needed(
     pair: tuple[TensorLayout, TensorLayout],
 ) -> None:
@@ -148,7 +149,7 @@ def test_each_chunk_and_each_owner_is_named_once_and_only_where_needed(
 
 
 @given(shapes().flatmap(lambda s: layouts(shape=s)))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_an_index_that_contradicts_the_layout_is_refused(layout: TensorLayout) -> None:
     whole = Region.whole(layout.global_shape)
     plan = plan_read(LayoutSet([layout]), [Want(layout.name, whole, 0)])

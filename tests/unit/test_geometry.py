@@ -19,6 +19,7 @@ from ckpt.geometry import (
     merge_runs,
     narrow_runs,
 )
+from tests.support.properties import examples
 
 
 def elements(runs: Runs) -> list[int]:
@@ -67,6 +68,7 @@ def test_shift_moves_and_slices_select() -> None:
 
 
 @given(st.lists(st.integers(0, 5), max_size=4), st.data())
+@examples()
 def test_flat_range_boxes_are_the_range_in_order_and_each_contiguous(
     shape: list[int], data: st.DataObject
 ) -> None:
@@ -92,11 +94,13 @@ def test_a_range_outside_the_array_is_refused(start: int, stop: int) -> None:
 
 
 @given(disjoint_runs(), st.integers(0, 25), st.integers(0, 25))
+@examples()
 def test_narrow_runs_keeps_the_local_elements(runs: Runs, start: int, stop: int) -> None:
     assert elements(narrow_runs(runs, start, stop)) == elements(runs)[start:stop]
 
 
 @given(disjoint_runs(), disjoint_runs())
+@examples()
 def test_intersect_runs_pairs_each_common_element_once(src: Runs, dst: Runs) -> None:
     pairs = [(s + i, d + i) for s, d, n in intersect_runs(src, dst) for i in range(n)]
     common = set(elements(src)) & set(elements(dst))

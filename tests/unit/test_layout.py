@@ -4,7 +4,7 @@ import zlib
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import CkptError, CorruptError, InvalidInputError
@@ -25,6 +25,7 @@ from ckpt.format.layout import (
 from ckpt.geometry import Box, Region, Run
 from ckpt_proto.v1 import common_pb2
 from tests.support.layouts import layouts, meshes
+from tests.support.properties import examples
 
 
 def line(count: int, base: int = 0) -> Mesh:
@@ -36,6 +37,7 @@ def sharded(name: str = "w", rows: int = 8, mesh: Mesh | None = None) -> TensorL
 
 
 @given(meshes())
+@examples()
 def test_mesh_finds_coordinates_and_ranks_of_each_other(mesh: Mesh) -> None:
     coords = list(product(*map(range, mesh.shape)))
     assert [mesh.rank_at(coord) for coord in coords] == list(mesh.ranks)
@@ -45,11 +47,13 @@ def test_mesh_finds_coordinates_and_ranks_of_each_other(mesh: Mesh) -> None:
 
 
 @given(meshes())
+@examples()
 def test_mesh_survives_its_stored_form(mesh: Mesh) -> None:
     assert Mesh.from_proto(common_pb2.Mesh.FromString(mesh.to_proto().SerializeToString())) == mesh
 
 
 @given(meshes(), st.data())
+@examples()
 def test_a_permuted_mesh_keeps_every_rank_at_its_place(mesh: Mesh, data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(mesh.ndim)))
     permuted = mesh.permute(order)
@@ -217,7 +221,7 @@ def test_right_to_left_puts_fsdp_after_tensor_parallel() -> None:
 
 
 @given(st.lists(layouts(), max_size=6, unique_by=lambda item: item.name))
-@settings(deadline=None)
+@examples()
 def test_a_layout_set_survives_its_stored_form_in_any_order(items: list[TensorLayout]) -> None:
     one, other = LayoutSet(items), LayoutSet(reversed(items))
     assert one.encode() == other.encode()

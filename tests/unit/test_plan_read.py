@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt.errors import CorruptError, InvalidInputError, NotFoundError
-from ckpt.format.layout import LayoutSet, Mesh, Shard, TensorLayout
+from ckpt.format.layout import LayoutSet, Mesh, Shard, StridedShard, TensorLayout, local_region, storing_ranks
 from ckpt.geometry import Box, Region, Run
 from ckpt.plan.read import ChunkCopy, Want, plan_chunks, plan_read
 from ckpt.plan.save import plan_save
@@ -93,3 +93,24 @@ def test_chunks_between_the_wanted_parts_are_not_read() -> None:
     entries = {entry.name: entry for entry in save.tensor_entries()}
     pieces = plan_read(LayoutSet([layout]), [want(Box((0, 0), (2, 8)))]).by_rank[0]
     assert list(plan_chunks(entries, pieces, 4096, save.nbytes)) == [1, 9]
+
+
+def test_a_rank_of_3000_reads_from_a_handful_of_4096() -> None:
+    saver = Mesh.from_ranks((512, 8), ("dp", "tp"), range(4096))
+    loader = Mesh.from_ranks((3000,), ("dp",), range(3000))
+    sizes = (4096, 11008, 32000, 50257)
+    saved = LayoutSet(
+        TensorLayout(f"w{i}", "float32", (sizes[i % 4] + i % 5, 4096), saver, (StridedShard(0, 8), Shard(0)))
+        for i in range(300)
+    )
+    assert storing_ranks(saved.values()) == set(range(4096))
+    wants = []
+    for index, layout in enumerate(saved.values()):
+        target = TensorLayout(layout.name, layout.dtype, layout.global_shape, loader, (Shard(0),))
+        region = local_region(target, 1234)
+        assert region is not None
+        wants.append(Want(layout.name, region, index))
+    plan = plan_read(saved, wants)  # raises unless every element is found
+    assert plan.nbytes == sum(item.region.nelements * 4 for item in wants)
+    assert len(plan.by_rank) < 100
+    assert sum(len(pieces) for pieces in plan.by_rank.values()) < 300 * 8

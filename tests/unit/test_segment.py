@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -27,6 +27,7 @@ from ckpt.format.segment import (
     lay_out_segment,
     read_safetensors_header,
 )
+from tests.support.properties import examples
 
 ODD_NAMES = [
     "model.layers.0.weight",
@@ -123,7 +124,7 @@ def test_scalars_are_stored(tmp_path: Path) -> None:
         unique_by=lambda item: item[0],
     )
 )
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60)
 def test_the_file_is_packed_and_no_element_straddles_a_chunk(
     tmp_path: Path, items: list[tuple[str, str, tuple[int, ...]]]
 ) -> None:
@@ -169,6 +170,7 @@ def test_what_safetensors_cannot_hold_is_refused(arrays: list[ArrayHead]) -> Non
 
 
 @given(st.integers(0, 10**5), st.integers(1, 1000))
+@examples()
 def test_chunks_cover_the_file(nbytes: int, chunk_nbytes: int) -> None:
     ranges = [chunk_range(i, nbytes, chunk_nbytes) for i in range(chunk_count(nbytes, chunk_nbytes))]
     assert sum(stop - start for start, stop in ranges) == nbytes
