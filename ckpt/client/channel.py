@@ -1,0 +1,143 @@
+"""Channels to a staging server: target, TLS, token, limits, and the wrappers of every call.
+
+A target is ``unix:/path/of/server.sock`` (no credentials: the socket's mode is the lock) or
+``host:port`` (TLS and a token, unless the server runs with ``--insecure`` on loopback).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+
+from ckpt.client.status import error_from_rpc
+from ckpt.errors import InvalidInputError, TimeoutExceededError
+
+__all__ = [
+    "CHANNEL_OPTIONS",
+    "MAX_MESSAGE_NBYTES",
+    "Connection",
+    "is_loopback",
+    "open_channel",
+]
+
+T = TypeVar("T")
+
+# A segment index or a layout set of 200,000 tensors is over gRPC's default of 4 MiB.
+MAX_MESSAGE_NBYTES = 256 * 1024 * 1024
+
+CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_NBYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_NBYTES),
+    # Two clients of one process must not share a connection's fate or its flow-control window.
+    ("grpc.use_local_subchannel_pool", 1),
+    # Proxies drop connections that are silent for long; the server allows a ping every 10 s.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
+    ("grpc.enable_retries", 0),
+)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether ``host`` can only be this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def open_channel(target: str, *, token: str | None = None, ca: Path | None = None) -> grpc.Channel:
+    """Open a channel; connects when first used.
+
+    Args:
+        target: ``unix:/path`` or ``host:port``.
+        token: sent with every call. Refused for a plain-text connection to another machine.
+        ca: PEM file of the authority that signed the server's certificate; turns TLS on.
+
+    Raises:
+        InvalidInputError: malformed target, unreadable ``ca``, or a token that would travel in the clear.
+    """
+    if target.startswith("unix:"):
+        return grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+    host, _, port = target.rpartition(":")
+    if not host or not port.isdigit():
+        raise InvalidInputError("a target is unix:/path or host:port", code="target", target=target)
+    if ca is None:
+        if not is_loopback(host):
+            raise InvalidInputError(
+                "a server on another machine needs TLS: give the CA file", code="tls-required", target=target
+            )
+        return grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+    try:
+        roots = ca.read_bytes()
+    except OSError as error:
+        raise InvalidInputError("cannot read the CA file", code="ca", path=ca) from error
+    return grpc.secure_channel(target, grpc.ssl_channel_credentials(roots), options=CHANNEL_OPTIONS)
+
+
+class Connection:
+    """A channel, its token, and calls that raise CkptErrors. Thread-safe; use as a context manager.
+
+    Args:
+        target, token, ca: as for :func:`open_channel`.
+        timeout_s: deadline of a call that names none.
+    """
+
+    def __init__(
+        self, target: str, *, token: str | None = None, ca: Path | None = None, timeout_s: float = 30.0
+    ) -> None:
+        self.target = target
+        self.timeout_s = timeout_s
+        self.channel = open_channel(target, token=token, ca=ca)
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the channel; calls in flight are cancelled."""
+        self.channel.close()
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Block until connected. Raises TimeoutExceededError."""
+        ready = grpc.channel_ready_future(self.channel)
+        try:
+            ready.result(timeout=timeout_s)
+        except grpc.FutureTimeoutError:
+            ready.cancel()
+            raise TimeoutExceededError(
+                "the staging server does not answer", target=self.target, waited_s=timeout_s
+            ) from None
+
+    def call(self, method: Callable[..., T], request: object, *, timeout_s: float | None = None) -> T:
+        """Make a unary (or client-streaming) call and return the reply. Raises CkptError."""
+        try:
+            return method(request, timeout=timeout_s or self.timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, target=self.target, method=_name(method)) from error
+
+    def stream(
+        self, method: Callable[..., Any], request: object, *, timeout_s: float | None = None
+    ) -> Iterator[Any]:
+        """Make a server-streaming call; yields the replies. Leaving early cancels it. Raises CkptError."""
+        call = method(request, timeout=timeout_s or self.timeout_s, metadata=self._metadata)
+        try:
+            yield from call
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, target=self.target, method=_name(method)) from error
+        finally:
+            call.cancel()
+
+
+def _name(method: object) -> str:
+    raw = getattr(method, "_method", b"")
+    return raw.decode() if isinstance(raw, bytes) else str(raw)

@@ -1,0 +1,143 @@
+"""CkptError <-> gRPC status: one table, both ways.
+
+The canonical status code says what a stranger's client needs to know; the whole error (kind, code,
+message, context) travels beside it as a serialized ErrorInfo in the trailing metadata
+``ckpt-error-bin``. It is bounded, because clients refuse metadata over 8 KiB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from ckpt.errors import (
+    BusyError,
+    CkptError,
+    ConflictError,
+    CorruptError,
+    InvalidInputError,
+    NotFoundError,
+    RefusedError,
+    SnapshotTornError,
+    TimeoutExceededError,
+    UnavailableError,
+    from_kind,
+)
+from ckpt_proto.v1 import common_pb2
+
+__all__ = [
+    "ERROR_METADATA_KEY",
+    "STATUS_CODES",
+    "error_from_info",
+    "error_from_rpc",
+    "error_to_info",
+    "status_code",
+]
+
+ERROR_METADATA_KEY = "ckpt-error-bin"
+
+# Bytes of ErrorInfo that always fit: gRPC's soft limit for all metadata of a call is 8 KiB, and
+# binary values grow by a third where a proxy speaks base64.
+_MESSAGE_CHARS = 1024
+_VALUE_CHARS = 512
+_CONTEXT_ITEMS = 12
+_INFO_NBYTES = 4096
+
+STATUS_CODES: Mapping[type[CkptError], grpc.StatusCode] = MappingProxyType(
+    {
+        InvalidInputError: grpc.StatusCode.INVALID_ARGUMENT,
+        NotFoundError: grpc.StatusCode.NOT_FOUND,
+        ConflictError: grpc.StatusCode.ABORTED,
+        CorruptError: grpc.StatusCode.DATA_LOSS,
+        RefusedError: grpc.StatusCode.FAILED_PRECONDITION,
+        UnavailableError: grpc.StatusCode.UNAVAILABLE,
+        TimeoutExceededError: grpc.StatusCode.DEADLINE_EXCEEDED,
+        BusyError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+        SnapshotTornError: grpc.StatusCode.ABORTED,
+        CkptError: grpc.StatusCode.INTERNAL,
+    }
+)
+
+# Statuses that no CkptError of ours produced: gRPC itself, a proxy or another program did.
+_FOREIGN: Mapping[grpc.StatusCode, tuple[type[CkptError], str]] = MappingProxyType(
+    {
+        grpc.StatusCode.INVALID_ARGUMENT: (InvalidInputError, "invalid-input"),
+        grpc.StatusCode.OUT_OF_RANGE: (InvalidInputError, "invalid-input"),
+        grpc.StatusCode.UNIMPLEMENTED: (InvalidInputError, "unimplemented"),
+        grpc.StatusCode.UNAUTHENTICATED: (RefusedError, "unauthenticated"),
+        grpc.StatusCode.PERMISSION_DENIED: (RefusedError, "permission-denied"),
+        grpc.StatusCode.NOT_FOUND: (NotFoundError, "not-found"),
+        grpc.StatusCode.ABORTED: (ConflictError, "conflict"),
+        grpc.StatusCode.ALREADY_EXISTS: (ConflictError, "conflict"),
+        grpc.StatusCode.DATA_LOSS: (CorruptError, "corrupt"),
+        grpc.StatusCode.FAILED_PRECONDITION: (RefusedError, "refused"),
+        grpc.StatusCode.UNAVAILABLE: (UnavailableError, "unavailable"),
+        grpc.StatusCode.CANCELLED: (UnavailableError, "cancelled"),
+        grpc.StatusCode.DEADLINE_EXCEEDED: (TimeoutExceededError, "timeout"),
+        grpc.StatusCode.RESOURCE_EXHAUSTED: (BusyError, "resource-exhausted"),
+    }
+)
+
+
+def status_code(error: CkptError) -> grpc.StatusCode:
+    """Return the canonical status of ``error``: that of the nearest class in the table."""
+    for cls in type(error).__mro__:
+        if cls in STATUS_CODES:
+            return STATUS_CODES[cls]
+    return grpc.StatusCode.INTERNAL
+
+
+def error_to_info(error: CkptError) -> common_pb2.ErrorInfo:
+    """Return ``error`` as a message of at most 4 KiB; longer texts and contexts are cut."""
+    info = common_pb2.ErrorInfo(
+        kind=type(error).__name__, code=error.code[:64], message=_cut(error.message, _MESSAGE_CHARS)
+    )
+    for key, value in list(error.context.items())[:_CONTEXT_ITEMS]:
+        text = _cut(str(value), _VALUE_CHARS)
+        if info.ByteSize() + len(key) + len(text.encode()) > _INFO_NBYTES - 64:
+            break
+        info.context[key] = text
+    return info
+
+
+def error_from_info(info: common_pb2.ErrorInfo) -> CkptError:
+    """Rebuild the error; its context values are strings now."""
+    return from_kind(info.kind, info.message, code=info.code, context=dict(info.context))
+
+
+def error_from_rpc(error: grpc.RpcError, *, target: str = "", method: str = "") -> CkptError:
+    """Return the CkptError behind a failed call: the server's own one where it sent one."""
+    for key, value in _trailing_metadata(error):
+        if key == ERROR_METADATA_KEY:
+            try:
+                return error_from_info(common_pb2.ErrorInfo.FromString(value))
+            except DecodeError:
+                break
+    code = _call(error, "code") or grpc.StatusCode.UNKNOWN
+    cls, reason = _FOREIGN.get(code, (CkptError, "internal"))
+    details = _call(error, "details") or str(error)
+    return cls(
+        f"call to the staging server failed: {code.name.lower()}",
+        code=reason,
+        target=target,
+        method=method,
+        details=_cut(details, _MESSAGE_CHARS),
+    )
+
+
+def _trailing_metadata(error: grpc.RpcError) -> list[tuple[str, bytes]]:
+    return list(_call(error, "trailing_metadata") or ())
+
+
+def _call(error: grpc.RpcError, name: str) -> Any:
+    """Ask the call behind the error; the stubs do not know that grpc raises objects that are both."""
+    method = getattr(error, name, None)
+    return method() if method is not None else None
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,207 @@
+"""Wires the components; start and stop order on one screen."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+
+from ckpt import __version__
+from ckpt.client.channel import MAX_MESSAGE_NBYTES
+from ckpt.clock import Clock, SystemClock
+from ckpt.errors import CkptError, UnavailableError
+from ckpt.events import event, get_logger
+from ckpt.storage.staging import StagingDir
+from ckpt_proto.v1 import catalog_pb2_grpc, restore_pb2_grpc, staging_pb2_grpc
+from ckpt_server.bulk_service import bulk_handlers
+from ckpt_server.catalog_service import CatalogService
+from ckpt_server.checkpoints import Checkpoints
+from ckpt_server.health import Health
+from ckpt_server.intake import Intake
+from ckpt_server.interceptors import Activity, AuthInterceptor, ErrorInterceptor
+from ckpt_server.lock import write_server_file
+from ckpt_server.pipeline import Pipeline
+from ckpt_server.restore_service import RestoreService
+from ckpt_server.runs import Runs
+from ckpt_server.settings import Settings
+from ckpt_server.staging_service import MAX_WATCHERS, StagingService
+from ckpt_server.steps import StepTable
+
+__all__ = ["App"]
+
+_log = get_logger("server.app")
+
+_SCANS_PER_RETAIN = 30
+_RPC_THREADS = MAX_WATCHERS + 32
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_NBYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_NBYTES),
+    # Two servers on one port would each get half of the calls.
+    ("grpc.so_reuseport", 0),
+    # Clients ping through long quiet calls; that is no abuse (I122).
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+
+class App:
+    """A staging server. The caller owns the directory (see ckpt_server.lock) for its whole life.
+
+    ``start`` returns when clients are served; ``wait`` blocks until it is time to go; ``stop`` ends it.
+    """
+
+    def __init__(self, settings: Settings, *, clock: Clock | None = None) -> None:
+        self._settings = settings
+        self._clock = clock or SystemClock()
+        self._staging = StagingDir(settings.staging)
+        self._activity = Activity(self._clock)
+        self._health = Health()
+        self._table = StepTable()
+        self._runs = Runs(self._staging, workers=settings.upload_concurrency, clock=self._clock)
+        self._pipeline = Pipeline(self._staging, self._table, settings, self._clock)
+        self._intake = Intake(self._staging, self._runs, self._table, self._pipeline, self._clock)
+        self._pool = ThreadPoolExecutor(_RPC_THREADS, thread_name_prefix="ckpt-rpc")
+        self._leave = threading.Event()
+        self._scanner = threading.Thread(target=self._scan_loop, name="ckpt-scan", daemon=True)
+        self._scans = 0  # only the scanning thread (and start, before it)
+        self._servers: list[grpc.Server] = []
+        self._server_file: Path | None = None
+
+    def start(self) -> None:
+        """Find pending work, bind, serve, and write server.json. Raises CkptError."""
+        self._staging.ensure()
+        self._scan()
+        servers = self._make_servers()
+        listen = self._bind(*servers)
+        for server in servers:
+            server.start()
+            self._servers.append(server)
+        self._scanner.start()
+        self._health.serving()
+        self._server_file = write_server_file(self._staging, version=__version__, listen=listen)
+        event(
+            _log,
+            logging.INFO,
+            "server.ready",
+            target=self._staging.socket_target(),
+            listen=",".join(listen),
+            pid=os.getpid(),
+        )
+
+    def request_stop(self) -> None:
+        """Make :meth:`wait` return. Safe in a signal handler."""
+        self._leave.set()
+
+    def wait(self) -> str:
+        """Block until a stop was asked for or, embedded, nothing is left to do. Returns the reason."""
+        while not self._leave.wait(0.25):
+            reason = self._done_reason() if self._settings.embedded else None
+            if reason is not None:
+                return reason
+        return "signal"
+
+    def stop(self) -> bool:
+        """Stop intake, let the object on its way be finished within the grace, close everything.
+
+        Returns:
+            False where a job outlasted the grace; what it did is done again after the next start.
+        """
+        self._health.stopping()
+        self._leave.set()
+        if self._server_file is not None:
+            self._server_file.unlink(missing_ok=True)
+        self._table.close()
+        deadline = self._clock.monotonic() + self._settings.stop_grace_s
+        ends = [server.stop(grace=1.0) for server in self._servers]
+        ended = self._runs.close(deadline)
+        for end in ends:
+            end.wait(5.0)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        event(_log, logging.INFO, "server.stopped", clean=ended)
+        return ended
+
+    def _make_servers(self) -> list[grpc.Server]:
+        """One server for the unix socket and, where asked for, one for TCP that wants the token."""
+        chains: list[list[grpc.ServerInterceptor]] = [[ErrorInterceptor(self._activity)]]
+        if self._settings.listen:
+            chains.append([ErrorInterceptor(self._activity)])
+            if self._settings.token:
+                chains[-1].append(AuthInterceptor(self._settings.token))
+        checkpoints = Checkpoints(self._runs)
+        staging = StagingService(
+            staging=self._staging,
+            settings=self._settings,
+            runs=self._runs,
+            table=self._table,
+            intake=self._intake,
+            pipeline=self._pipeline,
+            clock=self._clock,
+            version=__version__,
+        )
+        restore = RestoreService(staging=self._staging, checkpoints=checkpoints)
+        catalog = CatalogService(staging=self._staging, runs=self._runs, checkpoints=checkpoints)
+        servers = []
+        for interceptors in chains:
+            server = grpc.server(self._pool, interceptors=interceptors, options=_OPTIONS)
+            staging_pb2_grpc.add_StagingServicer_to_server(staging, server)  # type: ignore[no-untyped-call]
+            catalog_pb2_grpc.add_CatalogServicer_to_server(catalog, server)  # type: ignore[no-untyped-call]
+            restore_pb2_grpc.add_RestoreServicer_to_server(restore, server)  # type: ignore[no-untyped-call]
+            server.add_generic_rpc_handlers((bulk_handlers(staging, restore),))
+            self._health.add_to(server)
+            servers.append(server)
+        return servers
+
+    def _bind(self, local: grpc.Server, remote: grpc.Server | None = None) -> list[str]:
+        """Bind the socket, private from its first moment, and the TCP addresses; return the latter."""
+        path = self._staging.socket_path()
+        path.unlink(missing_ok=True)  # ours: we hold the lock
+        before = os.umask(0o177)
+        try:
+            local.add_insecure_port(f"unix:{path}")
+            path.chmod(0o600)
+        except (RuntimeError, OSError) as error:
+            raise UnavailableError("cannot bind the socket", code="bind", path=path) from error
+        finally:
+            os.umask(before)
+        return [self._bind_tcp(remote, address) for address in self._settings.listen if remote is not None]
+
+    def _bind_tcp(self, server: grpc.Server, address: str) -> str:
+        settings = self._settings
+        try:
+            if settings.tls_cert is not None and settings.tls_key is not None:
+                pair = (settings.tls_key.read_bytes(), settings.tls_cert.read_bytes())
+                port = server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
+            else:
+                port = server.add_insecure_port(address)
+        except (RuntimeError, OSError) as error:
+            raise UnavailableError("cannot listen", code="bind", address=address) from error
+        return f"{address.rpartition(':')[0]}:{port}"
+
+    def _scan(self) -> None:
+        try:
+            self._intake.scan()
+            if self._scans % _SCANS_PER_RETAIN == 0:
+                for run in self._runs.all():
+                    self._pipeline.retain(run, remote=False)
+            self._scans += 1
+        except CkptError as error:
+            event(_log, logging.WARNING, "scan.failed", error=error)
+
+    def _scan_loop(self) -> None:
+        while not self._leave.wait(self._settings.scan_interval_s):
+            self._scan()
+
+    def _done_reason(self) -> str | None:
+        """Embedded: why to leave now, or None."""
+        idle_s = self._activity.idle_s()
+        if idle_s < self._settings.idle_exit_s:
+            return None
+        if not any(run.has_work for run in self._runs.all()):
+            return "idle"
+        stuck_s = min(idle_s, self._clock.monotonic() - self._pipeline.progressed_at)
+        return "stuck" if stuck_s > self._settings.linger_s else None

@@ -1,0 +1,166 @@
+"""The Catalog service: what exists, in the store and on this node; pins, pruning, verification."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import grpc
+
+from ckpt.errors import InvalidInputError
+from ckpt.format import keys
+from ckpt.format.ids import CheckpointId
+from ckpt.ops.catalog import CheckpointInfo, list_checkpoints, load_checkpoint, resolve
+from ckpt.ops.pins import is_pinned, list_pins, pin, unpin
+from ckpt.ops.prune import execute_prune, plan_deletion, plan_retention
+from ckpt.storage.open import open_store
+from ckpt.storage.staging import StagingDir
+from ckpt_proto.v1 import catalog_pb2, catalog_pb2_grpc, common_pb2
+from ckpt_server.checkpoints import Checkpoints
+from ckpt_server.runs import Runs
+from ckpt_server.verification import verification
+
+__all__ = ["CatalogService"]
+
+_PAGE_SIZE = 1000
+_PAGE_SIZE_MOST = 10_000
+
+
+class CatalogService(catalog_pb2_grpc.CatalogServicer):
+    """Thread-safe. Every listing and every "latest" goes through ckpt.ops.catalog."""
+
+    def __init__(self, *, staging: StagingDir, runs: Runs, checkpoints: Checkpoints) -> None:
+        self._staging = staging
+        self._runs = runs
+        self._checkpoints = checkpoints
+
+    def ListRuns(
+        self, request: catalog_pb2.ListRunsRequest, context: grpc.ServicerContext
+    ) -> catalog_pb2.ListRunsResponse:
+        if not request.root:
+            return catalog_pb2.ListRunsResponse(urls=[run.config.url for run in self._runs.all()])
+        return catalog_pb2.ListRunsResponse(urls=_runs_below(request.root.rstrip("/")))
+
+    def ListCheckpoints(
+        self, request: catalog_pb2.ListCheckpointsRequest, context: grpc.ServicerContext
+    ) -> catalog_pb2.ListCheckpointsResponse:
+        store = self._runs.store_for(request.url)
+        size = min(request.page_size or _PAGE_SIZE, _PAGE_SIZE_MOST)
+        after = CheckpointId.parse(request.page_token) if request.page_token else None
+        local = self._local(request.url)
+        pins = list_pins(store)
+        rows = _merge(list_checkpoints(store), local)
+        response = catalog_pb2.ListCheckpointsResponse()
+        for ident, info in rows:
+            if after is not None and _order(ident) >= _order(after):
+                continue
+            if len(response.checkpoints) == size:
+                last = CheckpointId.from_proto(response.checkpoints[-1].id)
+                response.next_page_token = str(last)
+                break
+            response.checkpoints.append(_row(ident, info, is_local=ident in local, pinned=ident in pins))
+        return response
+
+    def GetManifest(
+        self, request: catalog_pb2.GetManifestRequest, context: grpc.ServicerContext
+    ) -> catalog_pb2.GetManifestResponse:
+        checkpoint = self._checkpoints.find(request.url, request.checkpoint)
+        return catalog_pb2.GetManifestResponse(
+            manifest=checkpoint.manifest,
+            layouts=common_pb2.LayoutSet.FromString(checkpoint.layouts.encode()),
+            segments=checkpoint.summaries(),
+            pinned=is_pinned(checkpoint.store, checkpoint.ident),
+            local_copies=self._copies(request.url, checkpoint.ident),
+        )
+
+    def Pin(self, request: catalog_pb2.PinRequest, context: grpc.ServicerContext) -> catalog_pb2.PinResponse:
+        store = self._runs.store_for(request.url)
+        ident = resolve(store, request.checkpoint)
+        (pin if request.pinned else unpin)(store, ident)
+        return catalog_pb2.PinResponse(id=ident.to_proto())
+
+    def Prune(
+        self, request: catalog_pb2.PruneRequest, context: grpc.ServicerContext
+    ) -> catalog_pb2.PruneResponse:
+        store = self._runs.store_for(request.url)
+        if request.checkpoints:
+            if request.keep_last or request.keep_every:
+                raise InvalidInputError("give a policy or checkpoints, not both")
+            verdicts = plan_deletion(store, [resolve(store, text) for text in request.checkpoints])
+        else:
+            verdicts = plan_retention(store, keep_last=request.keep_last, keep_every=request.keep_every)
+        report = execute_prune(store, verdicts, dry_run=request.dry_run)
+        return catalog_pb2.PruneResponse(
+            verdicts=[
+                catalog_pb2.PruneVerdict(
+                    id=verdict.ident.to_proto(), keep=verdict.keep, reason=verdict.reason
+                )
+                for verdict in report.verdicts
+            ],
+            deleted_objects=report.deleted_objects,
+        )
+
+    def Verify(
+        self, request: catalog_pb2.VerifyRequest, context: grpc.ServicerContext
+    ) -> Iterator[catalog_pb2.VerifyProgress]:
+        store = self._runs.store_for(request.url)
+        checkpoint = load_checkpoint(store, resolve(store, request.checkpoint or "latest"))
+        yield from verification(checkpoint, deep=request.deep, is_active=context.is_active)
+
+    def _local(self, url: str) -> set[CheckpointId]:
+        """Checkpoints of which this node has at least one sealed segment."""
+        run_key = keys.run_key(url)
+        here = self._staging.checkpoints(run_key)
+        return {ident for ident in here if self._staging.sealed_ranks(run_key, ident)}
+
+    def _copies(self, url: str, ident: CheckpointId) -> list[catalog_pb2.LocalCopy]:
+        run_key = keys.run_key(url)
+        return [
+            catalog_pb2.LocalCopy(rank=rank, path=str(self._staging.segment_path(run_key, ident, rank)))
+            for rank in self._staging.sealed_ranks(run_key, ident)
+        ]
+
+
+def _merge(
+    committed: Iterable[CheckpointInfo], local: set[CheckpointId]
+) -> Iterator[tuple[CheckpointId, CheckpointInfo | None]]:
+    """Merge two newest-first sequences: what is committed, and what is only here."""
+    waiting = sorted(local, key=_order)
+    for info in committed:
+        while waiting and _order(waiting[-1]) > _order(info.ident):
+            yield waiting.pop(), None
+        if waiting and waiting[-1] == info.ident:
+            waiting.pop()
+        yield info.ident, info
+    while waiting:
+        yield waiting.pop(), None
+
+
+def _order(ident: CheckpointId) -> tuple[int, int]:
+    return ident.attempt, ident.step
+
+
+def _row(
+    ident: CheckpointId, info: CheckpointInfo | None, *, is_local: bool, pinned: bool
+) -> catalog_pb2.CheckpointInfo:
+    row = catalog_pb2.CheckpointInfo(id=ident.to_proto(), pinned=pinned)
+    if info is None:
+        row.location = "local"
+        return row
+    row.location = "both" if is_local else "remote"
+    row.committed_at = info.committed_at
+    row.manifest_nbytes = info.nbytes
+    return row
+
+
+def _runs_below(root: str) -> list[str]:
+    """URLs of the runs below a root: names that hold manifests or attempts. Reads every key below it."""
+    store = open_store(root)
+    try:
+        names = {
+            info.key.split("/", 1)[0]
+            for info in store.list_keys("")
+            if f"/{keys.MANIFESTS}" in info.key or f"/{keys.ATTEMPTS}" in info.key
+        }
+    finally:
+        store.close()
+    return [f"{root}/{name}" for name in sorted(names)]

@@ -1,0 +1,146 @@
+"""Finds work: looks at the staging directory and queues what is missing.
+
+Everything is derived from files (SD1 to SD3), so a restart, a lost Seal call and a trainer that was
+killed after the seal all look the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+from ckpt.clock import Clock
+from ckpt.errors import CkptError, CorruptError, NotFoundError
+from ckpt.events import event, get_logger
+from ckpt.format.ids import CheckpointId
+from ckpt.storage.staging import StagingDir, os_errors
+from ckpt_proto.v1 import common_pb2, staging_pb2
+from ckpt_server.runs import Run, Runs
+from ckpt_server.steps import StepRecord, StepTable
+
+__all__ = ["Intake", "Jobs"]
+
+_log = get_logger("server.intake")
+_Status = staging_pb2.StepStatus
+
+
+class Jobs(Protocol):
+    """What intake hands its finds to. Queuing a job twice is harmless."""
+
+    def upload(self, run: Run, ident: CheckpointId, rank: int) -> None: ...
+
+    def publish(self, run: Run, ident: CheckpointId) -> None: ...
+
+
+class Intake:
+    """Looks at steps and queues their uploads. Thread-safe."""
+
+    def __init__(self, staging: StagingDir, runs: Runs, table: StepTable, jobs: Jobs, clock: Clock) -> None:
+        self._staging = staging
+        self._runs = runs
+        self._table = table
+        self._jobs = jobs
+        self._clock = clock
+        self._reported: set[tuple[str, str]] = set()  # only the scanning thread
+
+    def scan(self) -> None:
+        """Look at every run. One that cannot be read is reported and does not hide the others."""
+        for run_key in self._staging.run_keys():
+            try:
+                run = self._runs.load(run_key)
+                for ident in self._staging.checkpoints(run_key):
+                    self.examine(run, ident)
+            except CkptError as error:
+                self._report(run_key, error)
+
+    def examine(self, run: Run, ident: CheckpointId, *, again: bool = False) -> StepRecord | None:
+        """Look at one step and queue what it needs.
+
+        Args:
+            run: its run.
+            ident: the step.
+            again: try a failed step once more (a new Seal arrived).
+
+        Returns:
+            The record, or None where nothing is sealed here.
+
+        Raises:
+            UnavailableError: the staging directory cannot be read.
+        """
+        old = self._table.get(run.key, ident)
+        if old is not None and old.state in (_Status.STATE_COMMITTED, _Status.STATE_ABANDONED):
+            return old
+        sealed = self._staging.sealed_ranks(run.key, ident)
+        if not sealed:
+            return old
+        seen, damage = self._look(run, ident, sealed, old)
+        record = self._table.observe(seen, again=again)
+        if self._staging.is_committed(run.key, ident):
+            return self._table.update(run.key, ident, state=_Status.STATE_COMMITTED, error=None)
+        if damage is not None:
+            return self._table.update(run.key, ident, state=_Status.STATE_FAILED, error=damage)
+        if record.state != _Status.STATE_FAILED:
+            self._queue(run, record)
+        return record
+
+    def _queue(self, run: Run, record: StepRecord) -> None:
+        for rank in sorted(record.sealed - record.uploaded):
+            self._jobs.upload(run, record.ident, rank)
+        if record.is_uploaded:
+            self._jobs.publish(run, record.ident)
+
+    def _look(
+        self, run: Run, ident: CheckpointId, sealed: list[int], old: StepRecord | None
+    ) -> tuple[StepRecord, CkptError | None]:
+        known = old.nbytes if old is not None else {}
+        nbytes: dict[int, int] = {}
+        group: common_pb2.NodeGroup | None = None
+        damage: CkptError | None = None
+        for rank in sealed:
+            if rank in known:
+                continue
+            try:
+                index = self._staging.read_index(run.key, ident, rank)
+                _check_group(index.group, rank, group or (old.group if old else None))
+            except (CorruptError, NotFoundError) as error:
+                damage = error
+                continue
+            nbytes[rank] = index.nbytes
+            group = index.group
+        done = old.uploaded if old is not None else frozenset[int]()
+        with os_errors("the staging directory cannot be read", run=run.key, checkpoint=ident):
+            uploaded = {
+                rank
+                for rank in sealed
+                if rank not in done and self._staging.uploaded_path(run.key, ident, rank).is_file()
+            }
+            sealed_at = old.sealed_at if old else self._sealed_at(run, ident, sealed[0])
+        seen = StepRecord(
+            run_key=run.key,
+            url=run.config.url,
+            ident=ident,
+            group=group,
+            sealed=frozenset(nbytes) | frozenset(known),
+            uploaded=frozenset(uploaded),
+            nbytes=nbytes,
+            sealed_at=sealed_at,
+        )
+        return seen, damage
+
+    def _sealed_at(self, run: Run, ident: CheckpointId, rank: int) -> float:
+        """When the first look-at rank sealed, by the file's time, so that a step's age survives restarts."""
+        return self._staging.index_path(run.key, ident, rank).stat().st_mtime
+
+    def _report(self, run_key: str, error: CkptError) -> None:
+        key = (run_key, str(error))
+        if key not in self._reported:
+            self._reported.add(key)
+            event(_log, logging.WARNING, "scan.failed", run=run_key, error=error)
+
+
+def _check_group(group: common_pb2.NodeGroup, rank: int, expected: common_pb2.NodeGroup | None) -> None:
+    """Raise CorruptError unless ``group`` holds ``rank`` and is the one its neighbours named."""
+    if rank not in group.ranks or group.index >= group.count:
+        raise CorruptError("a segment index names a node group it is not in", code="group", rank=rank)
+    if expected is not None and group != expected:
+        raise CorruptError("ranks of one node disagree on their node group", code="group", rank=rank)

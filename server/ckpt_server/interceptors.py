@@ -1,0 +1,142 @@
+"""What happens around every call: authorisation, error mapping, and counting who is connected."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import grpc
+
+from ckpt.client.status import ERROR_METADATA_KEY, error_to_info, status_code
+from ckpt.clock import Clock
+from ckpt.errors import CkptError
+from ckpt.events import event, get_logger
+
+__all__ = ["Activity", "AuthInterceptor", "ErrorInterceptor"]
+
+_log = get_logger("server.rpc")
+
+# Load balancers and orchestrators ask for health without credentials.
+_OPEN_SERVICE = "/grpc.health.v1.Health/"
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Handler | None]"
+
+
+class Activity:
+    """How many calls are open, and when the last one ended. Thread-safe."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._open = 0  # guarded by self._lock
+        self._last = clock.monotonic()  # guarded by self._lock
+
+    def enter(self) -> None:
+        with self._lock:
+            self._open += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._open -= 1
+            self._last = self._clock.monotonic()
+
+    def idle_s(self) -> float:
+        """Seconds since the last call ended; 0 while one is open."""
+        with self._lock:
+            return 0.0 if self._open else self._clock.monotonic() - self._last
+
+
+class AuthInterceptor(grpc.ServerInterceptor):
+    """Lets only callers with the token in, except to the health service."""
+
+    def __init__(self, token: str) -> None:
+        self._expected = f"Bearer {token}".encode()
+
+    def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler | None:
+        if handler_call_details.method.startswith(_OPEN_SERVICE) or self._is_known(handler_call_details):
+            return continuation(handler_call_details)
+        handler = continuation(handler_call_details)
+        return _rewrap(handler, lambda _: _refuse) if handler is not None else None
+
+    def _is_known(self, details: grpc.HandlerCallDetails) -> bool:
+        sent = dict(details.invocation_metadata or ()).get("authorization", "")
+        return hmac.compare_digest(str(sent).encode(), self._expected)
+
+
+def _refuse(request: Any, context: grpc.ServicerContext) -> Any:
+    context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong")
+
+
+class ErrorInterceptor(grpc.ServerInterceptor):
+    """Turns CkptErrors into statuses (see ckpt.client.status) and keeps the activity count."""
+
+    def __init__(self, activity: Activity) -> None:
+        self._activity = activity
+
+    def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler | None:
+        handler = continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        wrap = self._wrap_stream if handler.response_streaming else self._wrap_unary
+        return _rewrap(handler, lambda behaviour: wrap(method, behaviour))
+
+    def _wrap_unary(self, method: str, behaviour: Callable[..., Any]) -> Callable[..., Any]:
+        def call(request: Any, context: grpc.ServicerContext) -> Any:
+            self._activity.enter()
+            try:
+                return behaviour(request, context)
+            except Exception as error:  # noqa: BLE001 - RPC border: mapped, logged, sent to the caller
+                _abort(context, method, error)
+            finally:
+                self._activity.leave()
+
+        return call
+
+    def _wrap_stream(self, method: str, behaviour: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
+        def call(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+            self._activity.enter()
+            try:
+                yield from behaviour(request, context)
+            except Exception as error:  # noqa: BLE001 - RPC border: mapped, logged, sent to the caller
+                _abort(context, method, error)
+            finally:
+                self._activity.leave()
+
+        return call
+
+
+def _abort(context: grpc.ServicerContext, method: str, error: Exception) -> None:
+    if not context.is_active() or type(error) is Exception:
+        raise error  # the caller left, or this is gRPC's own abort passing through
+    if not isinstance(error, CkptError):
+        _log.exception("rpc.crashed %s", method)
+        error = CkptError("the server failed in a way it should not", reason=repr(error))
+    else:
+        event(_log, logging.INFO, "rpc.error", method=method, code=error.code, error=error)
+    context.set_trailing_metadata(((ERROR_METADATA_KEY, error_to_info(error).SerializeToString()),))
+    context.abort(status_code(error), str(error)[:1024])
+
+
+def _rewrap(handler: Handler, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Handler:
+    """Return ``handler`` with its behaviour replaced by ``wrap`` of it."""
+    kinds: dict[tuple[bool, bool], tuple[str, Callable[..., Handler]]] = {
+        (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
+        (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
+        (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
+        (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
+    }
+    attribute, make = kinds[bool(handler.request_streaming), bool(handler.response_streaming)]
+    return make(
+        wrap(getattr(handler, attribute)),
+        request_deserializer=handler.request_deserializer,
+        response_serializer=handler.response_serializer,
+    )

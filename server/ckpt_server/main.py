@@ -1,0 +1,156 @@
+"""ckptd: parse, run until a signal, exit code.
+
+Exit codes: 0 done, 1 failed, 2 usage, 3 another server owns the staging directory (embedded: 0, because
+the server that another rank started is as good).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ckpt.errors import CkptError, InvalidInputError
+from ckpt.storage.staging import StagingDir, default_staging_path
+from ckpt_server.app import App
+from ckpt_server.lock import AlreadyRunningError, owned
+from ckpt_server.settings import Settings
+
+__all__ = ["main", "run"]
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_OWNED = 3
+
+
+def run() -> None:
+    """Entry point of ``ckptd`` and ``python -m ckpt_server``."""
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Upload threads that outlasted the grace may hold the interpreter's end for minutes; all they did
+    # is done again after the next start.
+    os._exit(code)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a server until SIGTERM or SIGINT (embedded: until it is done); return the exit code."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(
+        level=options.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        stream=sys.stderr,
+    )
+    try:
+        settings = _settings(options)
+    except InvalidInputError as error:
+        return _complain(error, EXIT_USAGE)
+    staging = StagingDir(settings.staging)
+    try:
+        staging.ensure()
+        with owned(staging):
+            return _serve(App(settings))
+    except AlreadyRunningError as error:
+        return 0 if settings.embedded else _complain(error, EXIT_OWNED)
+    except CkptError as error:
+        return _complain(error, EXIT_FAILED)
+
+
+def _serve(app: App) -> int:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: app.request_stop())
+    with contextlib.suppress(OSError):
+        os.nice(5)  # training comes first
+    try:
+        app.start()
+        app.wait()
+    finally:
+        app.stop()
+    return 0
+
+
+def _complain(error: CkptError, code: int) -> int:
+    sys.stderr.write(f"ckptd: {error}\n")
+    return code
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    return Settings(
+        staging=Path(options.staging).absolute(),
+        embedded=options.embedded,
+        listen=tuple(options.listen),
+        tls_cert=options.tls_cert,
+        tls_key=options.tls_key,
+        token=_read_token(options.token_file),
+        insecure=options.insecure,
+        keep_local=options.keep_local,
+        upload_concurrency=options.upload_concurrency,
+        part_nbytes=options.part_mib * 1024 * 1024,
+        scan_interval_s=options.scan_interval,
+        idle_exit_s=options.idle_exit,
+        linger_s=options.linger,
+        abandon_grace_s=options.abandon_grace,
+        stop_grace_s=options.stop_grace,
+    )
+
+
+def _read_token(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return path.read_text().strip()
+    except OSError as error:
+        raise InvalidInputError("cannot read the token file", path=path, reason=error.strerror) from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ckptd", description="Staging server: uploads sealed checkpoints, commits them, serves restores."
+    )
+    add = parser.add_argument
+    add("--staging", default=str(default_staging_path()), help="staging directory of this node")
+    add("--embedded", action="store_true", help="leave when nothing is pending and no client is connected")
+    add("--listen", action="append", default=[], metavar="HOST:PORT", help="also serve TCP; repeatable")
+    add("--tls-cert", type=Path, help="PEM certificate of the TCP listeners")
+    add("--tls-key", type=Path, help="its private key")
+    add("--token-file", type=Path, help="file with the token that TCP clients must send")
+    add("--insecure", action="store_true", help="TCP without TLS and token; loopback addresses only")
+    add("--keep-local", type=int, default=2, metavar="K", help="newest committed steps kept on NVMe")
+    add("--upload-concurrency", type=int, default=4, metavar="N", help="segments at once, parts in flight")
+    add("--part-mib", type=int, default=16, help="wanted part size of an upload, MiB")
+    add(
+        "--scan-interval", type=float, default=2.0, metavar="S", help="seconds between looks at the directory"
+    )
+    add(
+        "--idle-exit",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="embedded: leave after so long without work",
+    )
+    add(
+        "--linger",
+        type=float,
+        default=3600.0,
+        metavar="S",
+        help="embedded: leave after so long stuck and alone",
+    )
+    add(
+        "--abandon-grace",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="age at which overtaken steps are given up",
+    )
+    add("--stop-grace", type=float, default=20.0, metavar="S", help="wait so long for the object on its way")
+    add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    return parser
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,218 @@
+"""The jobs of a step: upload, publish, commit, retain. Retries, back-off and what watchers see of them.
+
+Order is by attempt and step; a step that fails does not hold up later ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+
+from ckpt.clock import Clock
+from ckpt.errors import CkptError, TimeoutExceededError
+from ckpt.events import event, get_logger
+from ckpt.format.ids import CheckpointId
+from ckpt.ops.catalog import exists
+from ckpt.ops.commit import CommitState, commit_delay_s, try_commit
+from ckpt.ops.groups import list_groups
+from ckpt.storage.staging import StagingDir
+from ckpt_proto.v1 import common_pb2, staging_pb2
+from ckpt_server import retention
+from ckpt_server.publisher import publish_group
+from ckpt_server.runs import Run
+from ckpt_server.settings import Settings
+from ckpt_server.steps import StepTable
+from ckpt_server.uploader import Segment, upload_segment
+
+__all__ = ["Pipeline"]
+
+_log = get_logger("server.pipeline")
+_Status = staging_pb2.StepStatus
+
+_RETRY_FIRST_S = 0.5
+_RETRY_MOST_S = 60.0
+# Rank 0's server commits at once; the others look whether it did, and do it themselves where not.
+_POLL_FIRST_S = 1.0
+_STAND_IN_FIRST_S = 5.0
+_POLL_MOST_S = 60.0
+
+
+class _Retried:
+    """A job that is tried again after a hiccup and reports an error that stays."""
+
+    def __init__(
+        self,
+        work: Callable[[], float | None],
+        *,
+        waiting: Callable[[CkptError], None],
+        failed: Callable[[CkptError], None],
+    ) -> None:
+        self._work = work
+        self._waiting = waiting
+        self._failed = failed
+        self._failures = 0
+
+    def __call__(self) -> float | None:
+        try:
+            delay_s = self._work()
+        except CkptError as error:
+            return self._handle(error)
+        except Exception as error:  # noqa: BLE001 - thread border: logged and kept as the step's error
+            _log.exception("job.crashed")
+            self._failed(CkptError("the server failed in a way it should not", reason=repr(error)))
+            return None
+        self._failures = 0
+        return delay_s
+
+    def _handle(self, error: CkptError) -> float | None:
+        if not (error.retryable or isinstance(error, TimeoutExceededError)):
+            self._failed(error)
+            return None
+        self._failures += 1
+        delay_s = min(_RETRY_MOST_S, _RETRY_FIRST_S * 2.0 ** min(self._failures - 1, 16))
+        event(_log, logging.WARNING, "job.retry", error=error, failures=self._failures, delay_s=delay_s)
+        self._waiting(error)
+        return delay_s
+
+
+class Pipeline:
+    """Queues and carries out the jobs of steps. Thread-safe.
+
+    Args:
+        examine: called after a segment was uploaded, to see what the step needs next.
+    """
+
+    def __init__(self, staging: StagingDir, table: StepTable, settings: Settings, clock: Clock) -> None:
+        self._staging = staging
+        self._table = table
+        self._settings = settings
+        self._clock = clock
+        self.progressed_at = clock.monotonic()
+
+    def probe(self, run: Run) -> None:
+        """Queue the conditional-put probe of the run's store."""
+
+        def work() -> None:
+            run.probe()
+
+        run.control.add("probe", self._retried(run, None, work), priority=(-1,))
+
+    def upload(self, run: Run, ident: CheckpointId, rank: int) -> None:
+        """Queue one segment."""
+
+        def work() -> None:
+            sent = upload_segment(
+                run.store,
+                self._staging,
+                Segment(run_key=run.key, ident=ident, rank=rank),
+                part_nbytes=self._settings.part_nbytes,
+                concurrency=self._settings.upload_concurrency,
+            )
+            event(_log, logging.INFO, "upload.done", run=run.key, checkpoint=ident, rank=rank, sent=sent)
+            self._progress()
+            record = self._table.add_uploaded(run.key, ident, rank)
+            if record is not None and record.is_uploaded:
+                self.publish(run, ident)
+
+        run.uploads.add((ident, rank), self._retried(run, ident, work), priority=_order(ident, rank))
+
+    def publish(self, run: Run, ident: CheckpointId) -> None:
+        """Queue layouts and group index of a step whose ranks are all uploaded."""
+
+        def work() -> None:
+            record = self._table.get(run.key, ident)
+            if record is None or record.group is None or record.state == _Status.STATE_COMMITTED:
+                return
+            segments = publish_group(run.store, self._staging, run.key, ident, record.group)
+            self._progress()
+            self._table.update(run.key, ident, state=_Status.STATE_UPLOADED, error=None)
+            self._commit(run, ident, record.group, dict(segments[0].environment))
+
+        if ("commit", ident) not in run.control:
+            run.control.add(("publish", ident), self._retried(run, ident, work), priority=_order(ident))
+
+    def _commit(
+        self, run: Run, ident: CheckpointId, group: common_pb2.NodeGroup, environment: dict[str, str]
+    ) -> None:
+        hosts_first = 0 in group.ranks
+        wait_s = _POLL_FIRST_S if hosts_first else _STAND_IN_FIRST_S
+        complete_at: float | None = None
+
+        def turn_in_s() -> float:
+            """How long to leave the commit to rank 0's server; inf while groups are missing."""
+            nonlocal complete_at
+            if hosts_first:
+                return 0.0
+            if not list_groups(run.store, ident).is_complete:
+                complete_at = None
+                return math.inf
+            now = self._clock.monotonic()
+            complete_at = now if complete_at is None else complete_at
+            delay_s = commit_delay_s(conditional=run.probe(), hosts_rank0=False, group_index=group.index)
+            return complete_at + delay_s - now
+
+        def work() -> float | None:
+            nonlocal wait_s
+            record = self._table.get(run.key, ident)
+            if record is None or record.state == _Status.STATE_ABANDONED:
+                return None
+            if exists(run.store, ident):
+                return self._committed(run, ident, won=False)
+            turn_s = turn_in_s()
+            if turn_s <= 0.0:
+                result = try_commit(run.store, ident, environment=environment, clock=self._clock)
+                if result.state is not CommitState.WAITING:
+                    return self._committed(run, ident, won=result.state is CommitState.COMMITTED)
+            delay_s = wait_s if turn_s <= 0.0 else min(wait_s, turn_s)
+            wait_s = min(_POLL_MOST_S, wait_s * 2)
+            return delay_s
+
+        run.control.add(
+            ("commit", ident),
+            self._retried(run, ident, work),
+            priority=_order(ident),
+            delay_s=0.0 if hosts_first else _STAND_IN_FIRST_S,
+        )
+
+    def _committed(self, run: Run, ident: CheckpointId, *, won: bool) -> float | None:
+        self._staging.mark_committed(run.key, ident)
+        self._progress()
+        event(_log, logging.INFO, "step.committed", run=run.key, checkpoint=ident, won=won)
+        self._table.update(run.key, ident, state=_Status.STATE_COMMITTED, error=None)
+        self.retain(run, remote=won)
+        return None
+
+    def retain(self, run: Run, *, remote: bool) -> None:
+        """Queue retention: on NVMe always, in the store only by the server that committed (I7)."""
+
+        def local() -> None:
+            retention.retain_local(
+                self._staging, run, self._table, now=self._clock.now(), grace_s=self._settings.abandon_grace_s
+            )
+
+        def in_store() -> None:
+            retention.retain_remote(run)
+
+        run.control.add("retain-local", self._retried(run, None, local), priority=(1,))
+        if remote and run.config.keep_last > 0:
+            run.control.add("retain-remote", self._retried(run, None, in_store), priority=(2,))
+
+    def _retried(self, run: Run, ident: CheckpointId | None, work: Callable[[], float | None]) -> _Retried:
+        def waiting(error: CkptError) -> None:
+            if ident is not None:
+                self._table.update(run.key, ident, error=error)
+
+        def failed(error: CkptError) -> None:
+            event(_log, logging.ERROR, "job.failed", run=run.key, checkpoint=ident, error=error)
+            if ident is not None:
+                self._table.update(run.key, ident, state=_Status.STATE_FAILED, error=error)
+
+        return _Retried(work, waiting=waiting, failed=failed)
+
+    def _progress(self) -> None:
+        self.progressed_at = self._clock.monotonic()
+
+
+def _order(ident: CheckpointId, rank: int = 0) -> tuple[int, ...]:
+    return (ident.attempt, ident.step, rank)

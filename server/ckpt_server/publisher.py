@@ -1,0 +1,71 @@
+"""All ranks of the group uploaded: layouts and group index into the store, then the commit."""
+
+from __future__ import annotations
+
+from ckpt.digest import digest
+from ckpt.errors import CorruptError, NotFoundError
+from ckpt.format import keys
+from ckpt.format.envelope import Kind, seal_message
+from ckpt.format.ids import CheckpointId
+from ckpt.format.manifest import encode_group_index, group_header
+from ckpt.storage.base import Store
+from ckpt.storage.staging import StagingDir
+from ckpt_proto.v1 import common_pb2, disk_pb2
+
+__all__ = ["publish_group"]
+
+
+def publish_group(
+    store: Store, staging: StagingDir, run_key: str, ident: CheckpointId, group: common_pb2.NodeGroup
+) -> list[disk_pb2.SegmentIndex]:
+    """Put the layouts, then the group index. Idempotent: the same files give the same bytes.
+
+    Every rank's segment must be uploaded (SD2); so a group index names complete objects only.
+
+    Returns:
+        The segment indexes as published.
+
+    Raises:
+        CorruptError: a local file is damaged.
+        NotFoundError: a local file is missing.
+        CkptError: whatever the store raises.
+    """
+    segments = [_published_index(staging, run_key, ident, rank) for rank in sorted(group.ranks)]
+    for layout_digest in sorted({segment.layout_digest for segment in segments}):
+        _put_once(
+            store,
+            keys.layout_key(layout_digest),
+            seal_message(Kind.LAYOUT_SET, staging.layout(run_key, layout_digest)),
+        )
+    data = encode_group_index(group_header(segments), segments)
+    _put_once(store, keys.group_key(ident, group.index, group.count), data)
+    return segments
+
+
+def _published_index(
+    staging: StagingDir, run_key: str, ident: CheckpointId, rank: int
+) -> disk_pb2.SegmentIndex:
+    """The sealed index, its chunk table now pointing into the store."""
+    index = staging.read_index(run_key, ident, rank)
+    record = staging.read_uploaded(run_key, ident, rank)
+    if record is None:
+        raise NotFoundError("segment has no upload record", run=run_key, checkpoint=ident, rank=rank)
+    if record.nbytes != index.nbytes or record.chunks.digests != index.chunks.digests:
+        raise CorruptError(
+            "a segment was sealed again after its upload; its step cannot be committed",
+            code="resealed",
+            checkpoint=ident,
+            rank=rank,
+        )
+    index.chunks.CopyFrom(record.chunks)
+    return index
+
+
+def _put_once(store: Store, key: str, data: bytes) -> None:
+    """Put ``data`` unless the very same bytes are there."""
+    try:
+        if store.head(key).nbytes == len(data) and digest(store.get(key)) == digest(data):
+            return
+    except NotFoundError:
+        pass
+    store.put(key, data)

@@ -1,0 +1,182 @@
+"""The runs that this server knows, and their stores."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+
+from ckpt.clock import Clock
+from ckpt.errors import CkptError, InvalidInputError, NotFoundError
+from ckpt.events import event, get_logger
+from ckpt.format import keys
+from ckpt.storage.base import Store
+from ckpt.storage.open import open_store
+from ckpt.storage.staging import RunConfig, StagingDir
+from ckpt_server.work import WorkQueue
+
+__all__ = ["Run", "Runs"]
+
+_log = get_logger("server.runs")
+
+StoreOpener = Callable[[str, Mapping[str, str] | None], Store]
+
+
+class Run:
+    """One run: its configuration, its store and its two queues. Thread-safe.
+
+    Attributes:
+        key: folder below ``runs/``.
+        uploads: segments on their way, ``upload_concurrency`` at once.
+        control: everything short (probe, publish, commit, retention), so that the commit of one step
+            never waits for the upload of the next.
+    """
+
+    def __init__(
+        self, key: str, config: RunConfig, *, opener: StoreOpener, workers: int, clock: Clock
+    ) -> None:
+        self.key = key
+        self.uploads = WorkQueue(f"upload-{key}", workers=workers, clock=clock)
+        self.control = WorkQueue(f"control-{key}", workers=1, clock=clock)
+        self._opener = opener
+        self._lock = threading.Lock()
+        self._config = config  # guarded by self._lock
+        self._store: Store | None = None  # guarded by self._lock
+        self._conditional: bool | None = None  # guarded by self._lock
+        self.probed = threading.Event()
+
+    @property
+    def config(self) -> RunConfig:
+        with self._lock:
+            return self._config
+
+    def reconfigure(self, config: RunConfig) -> None:
+        """Take over a changed configuration; other store options open the store anew."""
+        with self._lock:
+            if dict(config.store_options) != dict(self._config.store_options):
+                # Not closed: an upload may be using it. It goes when the last user lets go.
+                self._store = None
+            self._config = config
+
+    @property
+    def store(self) -> Store:
+        """The store at the run's URL, opened when first asked for. Raises CkptError."""
+        with self._lock:
+            if self._store is None:
+                self._store = self._opener(self._config.url, self._config.store_options)
+            return self._store
+
+    @property
+    def conditional(self) -> bool:
+        """What the probe found; False until it has been made."""
+        with self._lock:
+            return bool(self._conditional)
+
+    def probe(self) -> bool:
+        """Ask the store once whether ``put_new`` can be relied on. Raises CkptError."""
+        with self._lock:
+            known = self._conditional
+        if known is None:
+            known = self.store.probe_conditional()
+            with self._lock:
+                self._conditional = known
+            event(_log, logging.INFO, "store.probed", run=self.key, conditional_put=known)
+        self.probed.set()
+        return known
+
+    @property
+    def has_work(self) -> bool:
+        """Whether something is queued or running."""
+        return len(self.uploads) > 0 or len(self.control) > 0
+
+    def close(self, deadline: float) -> bool:
+        """Stop both queues; False where a job outlasted ``deadline`` (then the store stays open)."""
+        ended = [queue.close(deadline) for queue in (self.uploads, self.control)]
+        with self._lock:
+            store = self._store
+        if store is not None and all(ended):
+            store.close()
+        return all(ended)
+
+
+class Runs:
+    """Run key -> Run, as run.json files below the staging directory name them."""
+
+    def __init__(
+        self, staging: StagingDir, *, workers: int, clock: Clock, opener: StoreOpener = open_store
+    ) -> None:
+        self._staging = staging
+        self._workers = workers
+        self._clock = clock
+        self._opener = opener
+        self._lock = threading.Lock()
+        self._runs: dict[str, Run] = {}  # guarded by self._lock
+        self._foreign: dict[str, Store] = {}  # guarded by self._lock; URLs that were only read
+
+    def register(self, config: RunConfig) -> Run:
+        """Make a run known, durably, and return it.
+
+        Raises:
+            InvalidInputError: bad URL, options or policy.
+        """
+        key = keys.run_key(config.url)
+        if config.keep_local < 1:
+            raise InvalidInputError("keep_local must be at least 1", keep_local=config.keep_local)
+        # Opening touches nothing; a store that is down must not keep a trainer from starting.
+        self._opener(config.url, config.store_options).close()
+        self._staging.write_run_config(key, config)
+        return self._adopt(key, config)
+
+    def load(self, key: str) -> Run:
+        """Return the run, reading its run.json where it is new. Raises NotFoundError, CorruptError."""
+        with self._lock:
+            known = self._runs.get(key)
+        return known or self._adopt(key, self._staging.read_run_config(key))
+
+    def all(self) -> list[Run]:
+        """The runs known so far, by key."""
+        with self._lock:
+            return [self._runs[key] for key in sorted(self._runs)]
+
+    def by_url(self, url: str) -> Run | None:
+        """The registered run at ``url``. Raises InvalidInputError for a malformed URL."""
+        key = keys.run_key(url)
+        try:
+            return self.load(key)
+        except NotFoundError:
+            return None
+
+    def store_for(self, url: str) -> Store:
+        """The store of any run: with its own options where it is registered here, else with the server's
+        environment. Raises CkptError.
+        """
+        run = self.by_url(url)
+        if run is not None:
+            return run.store
+        url = url.rstrip("/")
+        with self._lock:
+            if url not in self._foreign:
+                self._foreign[url] = self._opener(url, None)
+            return self._foreign[url]
+
+    def close(self, deadline: float) -> bool:
+        """Stop every run's queues until ``deadline`` (monotonic). False: something still runs."""
+        ended = [run.close(deadline) for run in self.all()]
+        with self._lock:
+            foreign = list(self._foreign.values())
+        for store in foreign:
+            try:
+                store.close()
+            except CkptError as error:
+                event(_log, logging.WARNING, "store.close", url=store.url, error=error)
+        return all(ended)
+
+    def _adopt(self, key: str, config: RunConfig) -> Run:
+        with self._lock:
+            run = self._runs.get(key)
+            if run is None:
+                run = Run(key, config, opener=self._opener, workers=self._workers, clock=self._clock)
+                self._runs[key] = run
+                return run
+        run.reconfigure(config)
+        return run

@@ -1,0 +1,80 @@
+"""The server's settings: one frozen record, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt.client.channel import is_loopback
+from ckpt.errors import InvalidInputError
+
+__all__ = ["Settings"]
+
+_MIN_TOKEN_CHARS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How a staging server runs.
+
+    Attributes:
+        staging: the node's staging directory.
+        embedded: started by a trainer; leaves by itself when it has nothing to do.
+        listen: ``host:port`` addresses beside the unix socket; port 0 takes a free one.
+        tls_cert, tls_key: PEM files of the TCP listeners.
+        token: what TCP clients must send; None with ``insecure``.
+        insecure: plain text without a token; loopback addresses only.
+        keep_local: newest committed steps kept on NVMe of a run that does not say how many.
+        upload_concurrency: segments uploaded at once per run, and parts in flight per segment.
+        part_nbytes: wanted part size of an upload, bytes.
+        scan_interval_s: how often the staging directory is looked through.
+        idle_exit_s: embedded: leave after so long without work and without clients.
+        linger_s: embedded: leave after so long without clients and without any progress of pending work.
+        abandon_grace_s: age at which a step that others overtook is given up.
+        stop_grace_s: how long a stopping server waits for the object that is being uploaded.
+    """
+
+    staging: Path
+    embedded: bool = False
+    listen: tuple[str, ...] = ()
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    token: str | None = None
+    insecure: bool = False
+    keep_local: int = 2
+    upload_concurrency: int = 4
+    part_nbytes: int = 16 * 1024 * 1024
+    scan_interval_s: float = 2.0
+    idle_exit_s: float = 10.0
+    linger_s: float = 3600.0
+    abandon_grace_s: float = 600.0
+    stop_grace_s: float = 20.0
+
+    def __post_init__(self) -> None:
+        if self.upload_concurrency < 1 or self.part_nbytes < 1:
+            raise InvalidInputError("--upload-concurrency and --part-mib must be at least 1")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise InvalidInputError("--tls-cert and --tls-key go together")
+        for address in self.listen:
+            self._check_address(address)
+
+    def _check_address(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit():
+            raise InvalidInputError("--listen takes HOST:PORT", address=address)
+        if self.insecure:
+            if not is_loopback(host):
+                raise InvalidInputError(
+                    "--insecure serves loopback addresses only; give --tls-cert, --tls-key and --token-file",
+                    code="insecure",
+                    address=address,
+                )
+            return
+        if self.tls_cert is None or self.token is None:
+            raise InvalidInputError(
+                "a TCP address needs --tls-cert, --tls-key and --token-file (or --insecure on loopback)",
+                code="insecure",
+                address=address,
+            )
+        if len(self.token) < _MIN_TOKEN_CHARS:
+            raise InvalidInputError("the token is too short", code="token", smallest=_MIN_TOKEN_CHARS)

@@ -1,0 +1,213 @@
+"""The table of steps: where each one stands, and who wants to hear when that changes.
+
+It is a view of the staging directory, rebuilt by a scan at every start; nothing here is the truth.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field, replace
+
+from ckpt.client.status import error_to_info
+from ckpt.errors import CkptError
+from ckpt.format.ids import CheckpointId
+from ckpt_proto.v1 import common_pb2, staging_pb2
+
+__all__ = ["StepKey", "StepRecord", "StepTable"]
+
+StepKey = tuple[str, CheckpointId]
+
+_Status = staging_pb2.StepStatus
+_PENDING = (_Status.STATE_SEALING, _Status.STATE_UPLOADING, _Status.STATE_UPLOADED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One step of one run on this node.
+
+    Attributes:
+        sealed: ranks of the group whose segment is sealed here.
+        uploaded: of those, the ones whose object is complete.
+        nbytes: size of each sealed segment, by rank.
+        sealed_at: Unix seconds of the first seal.
+        error: why it failed, or why it is waiting.
+    """
+
+    run_key: str
+    url: str
+    ident: CheckpointId
+    state: staging_pb2.StepStatus.State = staging_pb2.StepStatus.STATE_SEALING
+    group: common_pb2.NodeGroup | None = None
+    sealed: frozenset[int] = frozenset()
+    uploaded: frozenset[int] = frozenset()
+    nbytes: dict[int, int] = field(default_factory=dict)
+    sealed_at: float = 0.0
+    error: CkptError | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether work of this server or of others is still expected."""
+        return self.state in _PENDING
+
+    @property
+    def is_failed(self) -> bool:
+        return self.state == _Status.STATE_FAILED
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether every rank of the group has sealed."""
+        return self.group is not None and self.sealed.issuperset(self.group.ranks)
+
+    @property
+    def is_uploaded(self) -> bool:
+        """Whether every rank of the group is in the store."""
+        return self.group is not None and self.uploaded.issuperset(self.group.ranks)
+
+    def to_proto(self) -> staging_pb2.StepStatus:
+        return staging_pb2.StepStatus(
+            run_key=self.run_key,
+            url=self.url,
+            id=self.ident.to_proto(),
+            state=self.state,
+            sealed_ranks=sorted(self.sealed),
+            group=self.group,
+            uploaded_bytes=sum(self.nbytes.get(rank, 0) for rank in self.uploaded),
+            total_bytes=sum(self.nbytes.values()),
+            error=error_to_info(self.error) if self.error is not None else None,
+        )
+
+
+class StepTable:
+    """All steps, with a change counter that watchers wait on. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._records: dict[StepKey, StepRecord] = {}  # guarded by self._changed
+        self._versions: dict[StepKey, int] = {}  # guarded by self._changed
+        self._version = 0  # guarded by self._changed
+        self._closed = False  # guarded by self._changed
+
+    def get(self, run_key: str, ident: CheckpointId) -> StepRecord | None:
+        with self._changed:
+            return self._records.get((run_key, ident))
+
+    def put(self, record: StepRecord) -> None:
+        """Insert or replace a record; an equal one is no change."""
+        key = (record.run_key, record.ident)
+        with self._changed:
+            if self._records.get(key) == record:
+                return
+            self._records[key] = record
+            self._bump(key)
+
+    def update(self, run_key: str, ident: CheckpointId, **changes: object) -> StepRecord | None:
+        """Change fields of a record atomically; returns the new record, None where there is none."""
+        key = (run_key, ident)
+        with self._changed:
+            old = self._records.get(key)
+            if old is None:
+                return None
+            new = replace(old, **changes)  # type: ignore[arg-type]
+            if new != old:
+                self._records[key] = new
+                self._bump(key)
+            return new
+
+    def observe(self, seen: StepRecord, *, again: bool = False) -> StepRecord:
+        """Merge what a look at the disk found into the record, and return the result.
+
+        Seals and uploads only ever grow, so that looks from several threads may arrive in any order.
+
+        Args:
+            seen: its state and error are ignored.
+            again: a failed step is to be tried again.
+        """
+        key = (seen.run_key, seen.ident)
+        with self._changed:
+            old = self._records.get(key)
+            new = _merge(old, seen, again=again)
+            if new != old:
+                self._records[key] = new
+                self._bump(key)
+            return new
+
+    def add_uploaded(self, run_key: str, ident: CheckpointId, rank: int) -> StepRecord | None:
+        """Note that a rank's object is complete; clears a retry's error. None where there is no record."""
+        key = (run_key, ident)
+        with self._changed:
+            old = self._records.get(key)
+            if old is None:
+                return None
+            new = replace(old, uploaded=old.uploaded | {rank}, error=old.error if old.is_failed else None)
+            if new != old:
+                self._records[key] = new
+                self._bump(key)
+            return new
+
+    def forget(self, run_key: str, ident: CheckpointId) -> None:
+        """Drop a record whose folder is gone."""
+        with self._changed:
+            self._records.pop((run_key, ident), None)
+            self._versions.pop((run_key, ident), None)
+
+    def records(self, run_key: str = "") -> list[StepRecord]:
+        """Every record (of one run), by run, then step, then attempt."""
+        with self._changed:
+            found = [record for (key, _), record in self._records.items() if run_key in ("", key)]
+        return sorted(found, key=lambda record: (record.run_key, record.ident))
+
+    def changes(self, run_key: str, after: int, timeout_s: float) -> tuple[list[StepRecord], int, bool]:
+        """Wait for changes after version ``after``.
+
+        Returns:
+            The changed records, the version to pass next time, and whether the table was closed. The
+            list is empty where ``timeout_s`` passed, a waiter was woken, or the table was closed.
+        """
+        with self._changed:
+            if self._version <= after and not self._closed:
+                self._changed.wait(timeout_s)
+            found = [
+                (version, self._records[key])
+                for key, version in self._versions.items()
+                if version > after and run_key in ("", key[0])
+            ]
+            return (
+                [record for _, record in sorted(found, key=lambda item: item[0])],
+                self._version,
+                self._closed,
+            )
+
+    def wake(self) -> None:
+        """Make every waiter return from :meth:`changes`."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End every watch."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _bump(self, key: StepKey) -> None:
+        self._version += 1
+        self._versions[key] = self._version
+        self._changed.notify_all()
+
+
+def _merge(old: StepRecord | None, seen: StepRecord, *, again: bool) -> StepRecord:
+    if old is None:
+        old = replace(seen, state=_Status.STATE_SEALING, error=None)
+    merged = replace(
+        old,
+        url=seen.url,
+        group=seen.group or old.group,
+        sealed=old.sealed | seen.sealed,
+        uploaded=old.uploaded | seen.uploaded,
+        nbytes={**old.nbytes, **seen.nbytes},
+        sealed_at=old.sealed_at or seen.sealed_at,
+    )
+    reopened = again and old.state == _Status.STATE_FAILED
+    if old.state in (_Status.STATE_SEALING, _Status.STATE_UPLOADING) or reopened:
+        state = _Status.STATE_UPLOADING if merged.is_sealed else _Status.STATE_SEALING
+        return replace(merged, state=state, error=None if reopened else old.error)
+    return merged
