@@ -111,18 +111,25 @@ def candidates(store: Store) -> Iterator[CheckpointId]:
 
 
 def _line_from(store: Store, bound: CheckpointId) -> Iterator[CheckpointId]:
-    """Yield the line back from ``bound`` (which itself may be gone)."""
+    """Yield the line back from ``bound`` (which itself may be gone).
+
+    A lost attempt record ends the line; where that leaves it empty it is an error, because then nobody knows
+    what to resume from.
+    """
+    is_empty = True
     while True:
         known = bound if exists(store, bound) else None
         if known is not None:
+            is_empty = False
             yield known
         for ident in _steps_below(store, bound):
+            is_empty = False
             known = ident
             yield ident
         try:
             parent = _parent_of(store, bound.attempt, known)
         except CorruptError as error:
-            if error.code != "attempt-missing":
+            if is_empty or error.code != "attempt-missing":
                 raise
             event(_log, logging.WARNING, "catalog.line_broken", attempt=bound.attempt, url=store.url)
             return

@@ -7,8 +7,9 @@ The order of writes, and what a crash after each leaves:
 3. the manifest, by a conditional put: before it nothing is visible, after it all is. There is no step 4.
 
 Any server may try at any time; the conditional put decides. A committer of an older attempt (a zombie, or a
-server that catches up after a network cut) is not refused: its checkpoint is whole and may be wanted by name,
-and ``latest`` looks at the newest attempt only, so it hides nothing (see ckpt.ops.catalog).
+server that catches up after a network cut) is not refused: its checkpoint is whole (its segments are looked
+at once more, since a sweep may have taken them) and may be wanted by name, and ``latest`` looks at the newest
+attempt only, so it hides nothing (see ckpt.ops.catalog).
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ from ckpt.format.invariants import (
     merged_references,
     raise_first,
 )
-from ckpt.format.keys import manifest_key
+from ckpt.format.keys import MANIFESTS, manifest_key, parse_manifest_key
 from ckpt.format.layout import LayoutSet
 from ckpt.format.manifest import GroupIndex, encode_manifest, groups_digest, open_manifest
+from ckpt.ops.attempts import first_parsed, newest_attempt
 from ckpt.ops.catalog import exists, latest, read_manifest
 from ckpt.ops.groups import list_groups, put_layout, read_group_headers, read_layout
+from ckpt.ops.verify import check_objects
 from ckpt.storage.base import Store
 from ckpt.storage.conditional import commit_put
 from ckpt_proto.v1 import disk_pb2
@@ -164,9 +167,20 @@ def _prove_whole(store: Store, ident: CheckpointId, groups: Sequence[GroupIndex]
     raise_first(problems)
     raise_first(check_coverage(merged, used, layouts))
     raise_first(_check_references(store, groups))
+    if _is_late(store, ident):
+        # Only what is overtaken may be swept, so only there can complete group indexes outlive segments.
+        raise_first(check_objects(store, groups))
     if merged.digest not in layouts:
         put_layout(store, merged)
     return merged
+
+
+def _is_late(store: Store, ident: CheckpointId) -> bool:
+    """Whether something newer exists: a newer attempt, or a higher step of this one."""
+    newest = first_parsed(store, MANIFESTS, parse_manifest_key)
+    if newest is not None and (newest[0].attempt, newest[0].step) > (ident.attempt, ident.step):
+        return True
+    return (newest_attempt(store) or 0) > ident.attempt
 
 
 def _check_references(store: Store, groups: Sequence[GroupIndex]) -> list[CkptError]:

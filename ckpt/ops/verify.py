@@ -32,7 +32,7 @@ from ckpt.plan.save import plan_save
 from ckpt.storage.base import Store
 from ckpt_proto.v1 import disk_pb2
 
-__all__ = ["Progress", "verify_deep", "verify_quick"]
+__all__ = ["Progress", "check_objects", "verify_deep", "verify_quick"]
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with (bytes checked, bytes in all) from the calling thread."""
@@ -54,7 +54,7 @@ def verify_quick(checkpoint: Checkpoint) -> list[CorruptError]:
         UnavailableError: the store cannot be reached; nothing is known.
     """
     problems, groups, _ = _check_structure(checkpoint)
-    problems += _check_objects(checkpoint.store, groups)
+    problems += check_objects(checkpoint.store, groups)
     return _finish(checkpoint, problems)
 
 
@@ -79,7 +79,7 @@ def verify_deep(
     Returns, Raises: as :func:`verify_quick`.
     """
     problems, groups, layouts = _check_structure(checkpoint)
-    problems += _check_objects(checkpoint.store, groups)
+    problems += check_objects(checkpoint.store, groups)
     report = on_problem or (lambda _: None)
     for problem in problems:
         report(problem)
@@ -166,8 +166,12 @@ def _read_groups(
     return groups, [result for result in results if isinstance(result, CorruptError)]
 
 
-def _check_objects(store: Store, groups: Sequence[GroupIndex]) -> list[CorruptError]:
-    """Check existence and size of every object that holds chunks."""
+def check_objects(store: Store, groups: Sequence[GroupIndex]) -> list[CorruptError]:
+    """Check existence and size of every object that holds chunks of these groups. Returns the problems.
+
+    One request per segment, 16 at a time; segments that are compressed or borrow chunks from older
+    checkpoints take a few more. Raises UnavailableError.
+    """
 
     def check(item: tuple[GroupIndex, disk_pb2.SegmentSummary]) -> list[CorruptError]:
         group, summary = item
