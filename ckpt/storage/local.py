@@ -96,26 +96,30 @@ class LocalStore:
             fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise self._read_error(error, key) from error
-        data = bytearray(nbytes)
-        view = memoryview(data)
-        done = 0
         try:
+            if (size := os.fstat(fd).st_size) < start + nbytes:
+                raise self._short(key, start + nbytes, size)
+            data = bytearray(nbytes)
+            done = 0
             while done < nbytes:
-                count = os.preadv(fd, [view[done:]], start + done)
-                if count == 0:
-                    raise CorruptError(
-                        "the object is shorter than the range asked for",
-                        code="short-object",
-                        key=key,
-                        start=start,
-                        nbytes=nbytes,
-                    )
+                count = os.preadv(fd, [memoryview(data)[done:]], start + done)
+                if count == 0:  # cut while we read
+                    raise self._short(key, start + nbytes, start + done)
                 done += count
         except OSError as error:
             raise self._read_error(error, key) from error
         finally:
             os.close(fd)
         return data
+
+    def _short(self, key: str, end: int, size: int) -> CorruptError:
+        return CorruptError(
+            "the object is shorter than the range asked for",
+            code="short-object",
+            key=key,
+            end=end,
+            object_nbytes=size,
+        )
 
     def head(self, key: str) -> ObjectInfo:
         path = self._path(key)

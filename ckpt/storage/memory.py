@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from ckpt.clock import SystemClock
 from ckpt.digest import Buffer
-from ckpt.errors import ConflictError, CorruptError, NotFoundError
+from ckpt.errors import ConflictError, CorruptError, InvalidInputError, NotFoundError
 from ckpt.storage.base import ObjectInfo
 
 __all__ = ["MemoryStore"]
@@ -76,8 +76,10 @@ class MemoryStore:
         return self._read(key)[0]
 
     def get_range(self, key: str, start: int, nbytes: int) -> Buffer:
+        if start < 0 or nbytes < 0:
+            raise InvalidInputError("a range must not be negative", key=key, start=start, nbytes=nbytes)
         value = self._read(key)[0]
-        if start < 0 or nbytes < 0 or start + nbytes > len(value):
+        if start + nbytes > len(value):
             raise CorruptError(
                 "the object is shorter than the range asked for",
                 code="short-object",

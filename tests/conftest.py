@@ -1,0 +1,50 @@
+"""Servers shared by the whole test run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.ceph import Radosgw, UnavailableHere, install
+from tests.support.s3 import Ministack, Rclone
+
+_NO_RADOSGW = pytest.StashKey[str]()
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ministack]:
+    """A functional S3 server; take a bucket of your own with ``make_bucket()``. Do not kill this one."""
+    server = Ministack(tmp_path_factory.mktemp("ministack"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="session")
+def rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rclone]:
+    """An S3 server that ignores conditional puts."""
+    server = Rclone(tmp_path_factory.mktemp("rclone"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="session")
+def radosgw(pytestconfig: pytest.Config) -> Iterator[Radosgw]:
+    """A real S3 server. Where it cannot be had the test is skipped and the summary says why."""
+    try:
+        gateway = Radosgw(install()).start()
+    except UnavailableHere as error:
+        pytestconfig.stash[_NO_RADOSGW] = str(error)
+        pytest.skip(f"radosgw: {error}")
+    yield gateway
+    gateway.stop()
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
+) -> None:
+    del exitstatus
+    if (reason := config.stash.get(_NO_RADOSGW, None)) is not None:
+        terminalreporter.write_line(f"radosgw cannot be had here, its tests were skipped: {reason}")
