@@ -30,7 +30,6 @@ from ckpt.format.keys import (
     index_prefix,
     manifest_key,
     parse_group_key,
-    pin_key,
     segment_key,
 )
 from ckpt.ops.attempts import newest_attempt
@@ -134,7 +133,8 @@ def _refuse_protected(store: Store, condemned: Sequence[CheckpointId]) -> None:
             checkpoint=last_good,
             url=store.url,
         )
-    pinned = [ident for ident in condemned if ident in list_pins(store)]
+    pins = list_pins(store)
+    pinned = [ident for ident in condemned if ident in pins]
     if pinned:
         raise RefusedError(
             "checkpoint is pinned; unpin it first", code="pinned", checkpoint=pinned[0], total=len(pinned)
@@ -192,7 +192,6 @@ def _delete_one(store: Store, ident: CheckpointId, *, keep_data: bool, dry_run: 
         store.delete(published)  # first: from here on nobody is offered a checkpoint that is falling apart
         store.delete(index)
         store.delete(data)
-        store.delete([pin_key(ident)])
         event(_log, logging.INFO, "prune.done", checkpoint=ident, data_held=keep_data)
     return len(published) + len(index) + len(data)
 
