@@ -1,0 +1,53 @@
+# Every target sets up what it needs in this folder: no root, nothing by hand. Needs python3 (3.11+), its venv
+# module, and make. PYTHON=... chooses another interpreter.
+PYTHON ?= python3
+VENV := .venv
+PROTO_VENV := .venv-proto
+RUN := $(VENV)/bin/python
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-fast lint proto bench clean
+
+help:
+	@echo "make demo       train a small GPT on 4 ranks, kill one in mid-save, resume on other topologies (4 minutes)"
+	@echo "make test       everything that is tested, real S3 server included"
+	@echo "make test-fast  unit and property tests only"
+	@echo "make lint       style, types, layer contract"
+	@echo "make proto      generate the protobuf code again"
+	@echo "make bench      measure, next to the limits of this machine"
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,test,demo,dev]'
+	touch $@
+
+# The generator pins protobuf below 6; it must not share an environment with the run time.
+$(PROTO_VENV)/.ready: requirements-proto.txt
+	$(PYTHON) -m venv $(PROTO_VENV)
+	$(PROTO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-proto.txt
+	touch $@
+
+demo: $(VENV)/.ready
+	$(RUN) examples/demo.py
+
+test: $(VENV)/.ready $(PROTO_VENV)/.ready
+	$(RUN) -m tests.support.ceph --install || true  # the summary of the tests says so where it cannot be had
+	$(RUN) -m pytest
+
+test-fast: $(VENV)/.ready $(PROTO_VENV)/.ready
+	$(RUN) -m pytest tests/unit tests/property
+
+lint: $(VENV)/.ready
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+proto: $(PROTO_VENV)/.ready
+	$(PROTO_VENV)/bin/python proto/generate.py
+
+bench: $(VENV)/.ready
+	$(RUN) -m benchmarks
+
+clean:
+	rm -rf $(VENV) $(PROTO_VENV) .cache build *.egg-info demo-out
