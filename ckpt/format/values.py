@@ -53,7 +53,7 @@ def encode_value(value: object, *, leaf: EncodeLeaf | None = None, path: str = "
             "value-text": a str that is not valid Unicode.
     """
     message = common_pb2.Value()
-    _Encoder(leaf).encode(value, message, path, 0)
+    _Encoder(leaf).encode(value, message, (None, path), 0)
     return message
 
 
@@ -75,16 +75,20 @@ def decode_value(message: common_pb2.Value, *, leaf: DecodeLeaf | None = None) -
     return decoder(message, leaf)
 
 
+# (path of the container, index or key), the outermost (None, name): spelled out only where it is needed.
+_Path: TypeAlias = tuple[Any, object]
+
+
 class _Encoder:
     def __init__(self, leaf: EncodeLeaf | None) -> None:
         self._leaf = leaf
 
-    def encode(self, value: object, out: common_pb2.Value, path: str, depth: int) -> None:
+    def encode(self, value: object, out: common_pb2.Value, path: _Path, depth: int) -> None:
         if depth > MAX_DEPTH:
             raise InvalidInputError(
                 "value is nested too deeply, or contains itself",
                 code="value-depth",
-                path=_shorten(path),
+                path=_shorten(_spell(path)),
                 deepest=MAX_DEPTH,
             )
         # Exact types: a subclass would come back as its base.
@@ -98,25 +102,32 @@ class _Encoder:
         else:
             self._foreign(value, out, path)
 
-    def _sequence(self, value: Any, out: common_pb2.Value, path: str, depth: int) -> None:
+    def _sequence(self, value: Any, out: common_pb2.Value, path: _Path, depth: int) -> None:
         sequence = out.list if type(value) is list else out.tuple
         sequence.SetInParent()  # an empty one is still there
+        if set(map(type, value)) == {int}:
+            # Samplers keep millions of indices, and the training thread waits for us: 60 times as fast.
+            try:
+                sequence.integers.extend(value)
+                return
+            except ValueError:  # one does not fit in 64 bits
+                del sequence.integers[:]
         for i, item in enumerate(value):
-            self.encode(item, sequence.items.add(), f"{path}[{i}]", depth + 1)
+            self.encode(item, sequence.items.add(), (path, i), depth + 1)
 
-    def _mapping(self, value: Any, out: common_pb2.Value, path: str, depth: int) -> None:
+    def _mapping(self, value: Any, out: common_pb2.Value, path: _Path, depth: int) -> None:
         mapping = out.mapping
         mapping.SetInParent()
         if type(value) is Counter:
             mapping.type = _Mapping.TYPE_COUNTER
         for key, item in value.items():
-            _check_key(key, path)
-            inner = f"{path}[{key!r}]"
-            self.encode(key, mapping.keys.add(), f"key of {inner}", depth + 1)
+            inner = (path, key)
+            _check_key(key, inner)
+            self.encode(key, mapping.keys.add(), inner, depth + 1)
             self.encode(item, mapping.values.add(), inner, depth + 1)
 
-    def _foreign(self, value: object, out: common_pb2.Value, path: str) -> None:
-        name = self._leaf(path, value) if self._leaf is not None else None
+    def _foreign(self, value: object, out: common_pb2.Value, path: _Path) -> None:
+        name = self._leaf(_spell(path), value) if self._leaf is not None else None
         if name is not None:
             out.tensor = name
         elif type(value) is np.ndarray or isinstance(value, np.generic):
@@ -125,13 +136,23 @@ class _Encoder:
             _refuse(value, path)
 
 
-def _refuse(value: object, path: str) -> NoReturn:
+def _spell(path: _Path) -> str:
+    """Return a path as people write it: ``state.extra['x'][3]``."""
+    steps: list[str] = []
+    here: Any = path
+    while here[0] is not None:
+        steps.append(f"[{here[1]!r}]")
+        here = here[0]
+    return str(here[1]) + "".join(reversed(steps))
+
+
+def _refuse(value: object, path: _Path) -> NoReturn:
     kind = type(value)
     raise InvalidInputError(
         "state holds a value that cannot be stored without pickle; convert it to plain values, lists, dicts, "
         "NumPy arrays or tensors",
         code="value-type",
-        path=_shorten(path),
+        path=_shorten(_spell(path)),
         type=f"{kind.__module__}.{kind.__qualname__}",
     )
 
@@ -140,25 +161,25 @@ def _shorten(path: str) -> str:
     return path if len(path) <= 400 else f"{path[:200]} ... {path[-190:]}"
 
 
-def _check_key(key: object, path: str) -> None:
+def _check_key(key: object, path: _Path) -> None:
     parts = [key]
     while parts:
         part = parts.pop()
         if type(part) is tuple:
             parts.extend(part)
         elif not isinstance(part, np.generic) and type(part) not in _SCALARS:
-            _refuse(part, f"key of {path}")
+            _refuse(part, path)
 
 
-def _encode_nothing(_: Any, out: common_pb2.Value, __: str) -> None:
+def _encode_nothing(_: Any, out: common_pb2.Value, __: _Path) -> None:
     out.nothing.SetInParent()
 
 
-def _encode_bool(value: Any, out: common_pb2.Value, _: str) -> None:
+def _encode_bool(value: Any, out: common_pb2.Value, _: _Path) -> None:
     out.boolean = value
 
 
-def _encode_int(value: Any, out: common_pb2.Value, _: str) -> None:
+def _encode_int(value: Any, out: common_pb2.Value, _: _Path) -> None:
     if value in _INT64:
         out.integer = value
     else:
@@ -166,25 +187,25 @@ def _encode_int(value: Any, out: common_pb2.Value, _: str) -> None:
         out.big_integer = value.to_bytes(magnitude.bit_length() // 8 + 1, "little", signed=True)
 
 
-def _encode_float(value: Any, out: common_pb2.Value, _: str) -> None:
+def _encode_float(value: Any, out: common_pb2.Value, _: _Path) -> None:
     (out.real_bits,) = _BITS.unpack(_REAL.pack(value))
 
 
-def _encode_str(value: Any, out: common_pb2.Value, path: str) -> None:
+def _encode_str(value: Any, out: common_pb2.Value, path: _Path) -> None:
     try:
         value.encode()
     except UnicodeEncodeError as error:
         raise InvalidInputError(
-            "text is not valid Unicode; store it as bytes", code="value-text", path=_shorten(path)
+            "text is not valid Unicode; store it as bytes", code="value-text", path=_shorten(_spell(path))
         ) from error
     out.text = value
 
 
-def _encode_bytes(value: Any, out: common_pb2.Value, _: str) -> None:
+def _encode_bytes(value: Any, out: common_pb2.Value, _: _Path) -> None:
     out.data = bytes(value)
 
 
-_SCALARS: dict[type, Callable[[Any, common_pb2.Value, str], None]] = {
+_SCALARS: dict[type, Callable[[Any, common_pb2.Value, _Path], None]] = {
     type(None): _encode_nothing,
     bool: _encode_bool,
     int: _encode_int,
@@ -195,12 +216,12 @@ _SCALARS: dict[type, Callable[[Any, common_pb2.Value, str], None]] = {
 }
 
 
-def _encode_array(value: Any, out: common_pb2.Value, path: str) -> None:
+def _encode_array(value: Any, out: common_pb2.Value, path: _Path) -> None:
     if _ARRAY_DTYPE.fullmatch(value.dtype.str) is None:
         raise InvalidInputError(
             "NumPy dtype cannot be stored; use booleans, integers, floats or complex of fixed width",
             code="value-type",
-            path=_shorten(path),
+            path=_shorten(_spell(path)),
             type=f"{type(value).__name__} of {value.dtype}",
         )
     array = out.array
@@ -216,11 +237,13 @@ def _decode_float(message: common_pb2.Value, _: DecodeLeaf | None) -> float:
 
 
 def _decode_list(message: common_pb2.Value, leaf: DecodeLeaf | None) -> list[Any]:
-    return [decode_value(item, leaf=leaf) for item in message.list.items]
+    stored = message.list
+    return list(stored.integers) or [decode_value(item, leaf=leaf) for item in stored.items]
 
 
 def _decode_tuple(message: common_pb2.Value, leaf: DecodeLeaf | None) -> tuple[Any, ...]:
-    return tuple(decode_value(item, leaf=leaf) for item in message.tuple.items)
+    stored = message.tuple
+    return tuple(stored.integers) or tuple(decode_value(item, leaf=leaf) for item in stored.items)
 
 
 def _decode_mapping(message: common_pb2.Value, leaf: DecodeLeaf | None) -> dict[Any, Any]:

@@ -92,6 +92,21 @@ def test_integers_around_the_borders_of_their_forms(n: int) -> None:
     assert round_trip(n) == n
 
 
+@pytest.mark.parametrize(
+    "ints", [[1, -2, 2**63 - 1, -(2**63)], [1, 2**63], [1, True], [0, 1.0], [True, False], []]
+)
+def test_lists_of_integers_keep_every_type_beside_their_short_form(ints: list[Any]) -> None:
+    assert same(round_trip(ints), ints)
+    assert same(round_trip(tuple(ints)), tuple(ints))
+    assert same(round_trip([ints, ints]), [ints, ints])
+
+
+def test_long_index_lists_are_stored_packed() -> None:
+    stored = encode_value(list(range(100_000)))
+    assert stored.ByteSize() < 300_000
+    assert not stored.list.items
+
+
 def test_generator_states_come_back_equal() -> None:
     state = random.Random(3).getstate()
     assert same(round_trip(state), state)
@@ -162,7 +177,7 @@ def test_lone_surrogate_is_refused() -> None:
 
 
 def test_the_deepest_nesting_still_parses_inside_a_segment_index_and_deeper_is_refused() -> None:
-    value: Any = 1
+    value: Any = "x"
     for i in range(MAX_DEPTH):
         value = {i: value} if i % 2 else [value]
     index = disk_pb2.SegmentIndex(state=encode_value(value))

@@ -86,10 +86,12 @@ class Value(_message.Message):
         __slots__ = ()
         def __init__(self) -> None: ...
     class Sequence(_message.Message):
-        __slots__ = ("items",)
+        __slots__ = ("items", "integers")
         ITEMS_FIELD_NUMBER: _ClassVar[int]
+        INTEGERS_FIELD_NUMBER: _ClassVar[int]
         items: _containers.RepeatedCompositeFieldContainer[Value]
-        def __init__(self, items: _Optional[_Iterable[_Union[Value, _Mapping]]] = ...) -> None: ...
+        integers: _containers.RepeatedScalarFieldContainer[int]
+        def __init__(self, items: _Optional[_Iterable[_Union[Value, _Mapping]]] = ..., integers: _Optional[_Iterable[int]] = ...) -> None: ...
     class Mapping(_message.Message):
         __slots__ = ("keys", "values", "type")
         class Type(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
