@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument("--server", required=True, help="gRPC target of the staging server")
     parser.add_argument("--threads", type=int, default=2, help="chunks written at once")
     parser.add_argument("--close-timeout", type=float, default=3600.0, help="seconds to wait for outcomes")
+    parser.add_argument("--orphan-timeout", type=float, default=20.0, help="seconds to try an absent server")
     parser.add_argument("--trainer-pid", type=int, default=0, help="process whose death ends this one")
     options = parser.parse_args()
     detach(keep_fds={options.control_fd})
@@ -37,6 +38,7 @@ def main() -> None:
         server=options.server,
         threads=options.threads,
         close_timeout_s=options.close_timeout,
+        orphan_timeout_s=options.orphan_timeout,
         trainer_pid=options.trainer_pid,
     )
     Flusher(settings, socket.socket(fileno=options.control_fd), SystemClock()).run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import fcntl
 import logging
@@ -29,7 +30,7 @@ from ckpt_proto.v1 import flusher_pb2
 __all__ = ["Flusher", "FlusherSettings"]
 
 _PACKET_MAX = 64 << 10
-_TELL_S = 20.0  # how long a server that does not answer is tried when nobody waits for the outcome
+_FDS_MAX = 4
 _log = get_logger("flusher")
 _Event = flusher_pb2.FlusherEvent
 
@@ -44,6 +45,7 @@ class FlusherSettings:
         server: gRPC target.
         threads: chunks written at once.
         close_timeout_s: how long outcomes are awaited after Close(wait).
+        orphan_timeout_s: how long a server that does not answer is tried when nobody waits for outcomes.
         trainer_pid: 0 if unknown.
     """
 
@@ -52,6 +54,7 @@ class FlusherSettings:
     server: str
     threads: int
     close_timeout_s: float
+    orphan_timeout_s: float
     trainer_pid: int
 
 
@@ -125,7 +128,7 @@ class Flusher:
         if self._waits_for_outcome():
             return self._handover.is_settled() or now - self._leaving_at > self._settings.close_timeout_s
         patience_from = max(self._leaving_at, self._handover.progress_at)
-        return self._handover.is_told() or now - patience_from > _TELL_S
+        return self._handover.is_told() or now - patience_from > self._settings.orphan_timeout_s
 
     def _waits_for_outcome(self) -> bool:
         return self._close is not None and self._close.wait and not self._trainer_gone
@@ -153,9 +156,7 @@ class Flusher:
         """Take every message that is there; return False at the end of the socket."""
         while True:
             try:
-                packet, fds, flags, _ = socket.recv_fds(
-                    self._control, _PACKET_MAX, 4, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-                )
+                packet, fds, flags = _receive(self._control)
             except BlockingIOError:
                 return True
             except OSError:
@@ -245,6 +246,21 @@ class Flusher:
         self._emit(reply)
         if reply.state == _Event.STATE_SEALED:  # after the event, which must come before "committed"
             self._handover.sealed(flush.sequence, CheckpointId.from_proto(flush.id), flush.rank)
+
+
+def _receive(control: socket.socket) -> tuple[bytes, list[int], int]:
+    """Return one packet, the descriptors that came with it and recvmsg's flags; raises BlockingIOError."""
+    # Not socket.recv_fds: it drops the flags it is given, and would block.
+    packet, ancillary, flags, _ = control.recvmsg(
+        _PACKET_MAX,
+        socket.CMSG_SPACE(_FDS_MAX * array.array("i").itemsize),
+        socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC,
+    )
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return packet, list(fds), flags
 
 
 def _map_arena(nbytes: int, fds: list[int]) -> mmap.mmap:

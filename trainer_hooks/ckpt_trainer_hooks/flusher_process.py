@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import importlib.util
 import logging
@@ -48,6 +49,8 @@ class FlusherProcess:
             unless they are still in the arena; start a new FlusherProcess and flush again.
         threads: chunks written at once.
         close_timeout_s: how long the child waits for the server after ``close(wait=True)``.
+        orphan_timeout_s: how long the child tries a server that does not answer after this process died,
+            or after ``close(wait=False)``.
         environment: added to the child's environment.
 
     Raises:
@@ -64,6 +67,7 @@ class FlusherProcess:
         on_death: Callable[[int], None],
         threads: int = 2,
         close_timeout_s: float = 3600.0,
+        orphan_timeout_s: float = 20.0,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._on_event = on_event
@@ -76,6 +80,7 @@ class FlusherProcess:
         self._socket.setblocking(False)
         options = ["--staging", str(Path(staging).absolute()), "--run-key", run_key, "--server", server]
         options += ["--threads", str(threads), "--close-timeout", str(close_timeout_s)]
+        options += ["--orphan-timeout", str(orphan_timeout_s)]
         try:
             self._process = _start(StagingDir(staging), theirs, options, environment or {})
         except BaseException:
@@ -154,8 +159,10 @@ class FlusherProcess:
         try:
             if self._ended.is_set():
                 raise BrokenPipeError
-            socket.send_fds(
-                self._socket, [message.SerializeToString()], fds, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
+            # Not socket.send_fds: it drops the flags it is given.
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+            self._socket.sendmsg(
+                [message.SerializeToString()], ancillary, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
             )
         except OSError as error:
             raise UnavailableError(
