@@ -35,7 +35,7 @@ __all__ = ["App"]
 
 _log = get_logger("server.app")
 
-_SCANS_PER_RETAIN = 30
+_SCANS_PER_RETAIN = 10
 _RPC_THREADS = MAX_WATCHERS + 32
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_NBYTES),

@@ -6,7 +6,7 @@ import os
 import signal
 import stat
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -50,10 +50,10 @@ def url(tmp_path: Path) -> str:
     return f"file://{tmp_path}/store/run"
 
 
-def save(server: Server, url: str, world: World, ident: CheckpointId = ID, **retention: int) -> str:
+def save(server: Server, url: str, world: World, ident: CheckpointId = ID, **retain: int) -> str:
     """Register, seal every rank, tell the server; returns the run key."""
     with server.client() as client:
-        run_key = client.register(url, staging=server.staging, **retention).run_key
+        run_key = client.register(url, staging=server.staging, store_options={}, **retain).run_key
         for rank in range(world.size):
             seal(server.staging, run_key, ident, world, rank)
             client.seal(run_key, ident, rank)
@@ -221,16 +221,17 @@ def seal_damaged(staging: StagingDir, run_key: str, world: World) -> None:
 
 def test_two_nodes_commit_once_all_groups_are_there(tmp_path: Path, url: str) -> None:
     world = make_world(groups=((0, 1), (2, 3)))
+    run_key = keys.run_key(url)
     with Server(tmp_path / "a") as first, Server(tmp_path / "b") as second:
         for server, ranks in ((second, (2, 3)), (first, (0, 1))):
             with server.client() as client:
-                run_key = client.register(url, staging=server.staging).run_key
+                client.register(url, staging=server.staging)
                 for rank in ranks:
                     seal(server.staging, run_key, ID, world, rank)
                     client.seal(run_key, ID, rank)
             if server is second:
                 second.wait_for(run_key, ID, State.STATE_UPLOADED)
-                assert open_store(url).list_keys(keys.MANIFESTS).__next__ is not None
+                assert list(open_store(url).list_keys(keys.MANIFESTS)) == []
         first.wait_for(run_key, ID)
         second.wait_for(run_key, ID)
 
@@ -252,7 +253,7 @@ def test_another_node_commits_where_rank_0s_server_died(tmp_path: Path, url: str
 
 
 def test_local_retention_keeps_the_newest_committed_steps(server: Server, url: str) -> None:
-    world = make_world()
+    world, run_key = make_world(), ""
     for step in (10, 20, 30):
         run_key = save(server, url, world, CheckpointId(step, 1), keep_local=2)
         server.wait_for(run_key, CheckpointId(step, 1))
@@ -336,8 +337,8 @@ def send(
     parts = [bytes(image[chunk * CHUNK_NBYTES : (chunk + 1) * CHUNK_NBYTES]) for chunk in chunks]
     frames = [part[i : i + 65536] for part in parts for i in range(0, len(part), 65536)]
     with grpc.insecure_channel(server.target) as channel:
-        call = channel.stream_unary("/ckpt.v1.Bulk/PutChunks")
-        reply: bytes = call(iter([header.SerializeToString(), *frames]), timeout=30)
+        call: Callable[..., bytes] = channel.stream_unary("/ckpt.v1.Bulk/PutChunks")
+        reply = call(iter([header.SerializeToString(), *frames]), timeout=30)
     return staging_pb2.SealResponse.FromString(reply)
 
 
@@ -436,7 +437,7 @@ def test_a_damaged_local_copy_is_not_served(server: Server, url: str) -> None:
 
 
 def test_catalog_lists_pins_prunes_and_verifies(server: Server, url: str) -> None:
-    world = make_world()
+    world, run_key = make_world(), ""
     for step in (10, 20, 30):
         run_key = save(server, url, world, CheckpointId(step, 1), keep_local=1)
         server.wait_for(run_key, CheckpointId(step, 1))
@@ -538,22 +539,23 @@ def test_tcp_wants_tls_and_the_right_token(tmp_path: Path) -> None:
             with RestoreClient(target, token=token, ca=cert) as restore, pytest.raises(RefusedError):
                 restore.read_tensor("file:///x/run", "weight")
         with open_channel(target, ca=cert) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
+            stub = health_pb2_grpc.HealthStub(channel)
             reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
             assert reply.status == health_pb2.HealthCheckResponse.SERVING
 
 
 def make_certificate(folder: Path) -> tuple[Path, Path]:
     cert, key = folder / "cert.pem", folder / "key.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
-    extra = ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(cert)]
-    subprocess.run([*command.split(), *extra], check=True, capture_output=True)
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    files = ["-keyout", str(key), "-out", str(cert)]
+    subprocess.run([*command.split(), *names, *files], check=True, capture_output=True)
     return cert, key
 
 
 def test_health_and_reflection_answer(server: Server) -> None:
     with open_channel(server.target) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
+        stub = health_pb2_grpc.HealthStub(channel)
         for service in ("", "ckpt.v1.Staging", "ckpt.v1.Catalog", "ckpt.v1.Restore"):
             reply = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)
             assert reply.status == health_pb2.HealthCheckResponse.SERVING
@@ -603,7 +605,7 @@ def test_term_ends_a_server_with_open_watches_soon(server: Server) -> None:
 def test_whole_way_over_s3(tmp_path: Path, s3_server: Ministack) -> None:
     world = make_world()
     url = f"s3://{s3_server.make_bucket()}/run"
-    with Server(tmp_path / "staging", environment=s3_server.env()) as server:
+    with Server(tmp_path / "staging", environment=s3_server.env) as server:
         run_key = save(server, url, world)
         server.wait_for(run_key, ID)
         with server.restore() as client:

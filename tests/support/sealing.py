@@ -1,4 +1,4 @@
-"""Sealed segments without a trainer: made-up tensors, laid into a staging directory in the order of the seal."""
+"""Sealed segments without a trainer: made-up tensors, laid into a staging directory in the seal's order."""
 
 from __future__ import annotations
 
