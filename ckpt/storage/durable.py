@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from ckpt.clock import random_bytes
 from ckpt.digest import Buffer
-from ckpt.errors import CkptError, ConflictError, NotFoundError, UnavailableError
+from ckpt.errors import CkptError, ConflictError, InvalidInputError, NotFoundError, UnavailableError
 
 __all__ = [
     "TEMP_PREFIX",
@@ -31,6 +31,7 @@ TEMP_PREFIX = ".tmp-"
 """File names that begin so are unfinished writes; one that is older than any live writer may be removed."""
 
 _WRITE_NBYTES = 8 << 20
+_MKDIR_TRIES = 32
 
 _CODES = {
     errno.ENOSPC: "no-space",
@@ -76,21 +77,28 @@ def make_dirs(path: Path) -> None:
     """Create the directory ``path`` and its missing parents, durably.
 
     Raises:
-        UnavailableError: the file system refused, or a parent is a file.
+        InvalidInputError: a parent is a file.
+        UnavailableError: the file system refused.
     """
-    missing = []
-    folder = path
-    while not folder.is_dir():
-        missing.append(folder)
-        folder = folder.parent
-    for folder in reversed(missing):
+    # Another process may remove a parent, empty for a moment, between our steps: begin again.
+    for _ in range(_MKDIR_TRIES):
+        missing = []
+        folder = path
+        while not folder.is_dir():
+            missing.append(folder)
+            folder = folder.parent
         try:
-            folder.mkdir(exist_ok=True)
+            for folder in reversed(missing):
+                folder.mkdir(exist_ok=True)
+                fsync_dir(folder.parent)
+        except (FileNotFoundError, NotFoundError):
+            continue
+        except (FileExistsError, NotADirectoryError) as error:
+            raise InvalidInputError("a file is where a directory is needed", path=folder) from error
         except OSError as error:
-            raise UnavailableError(
-                "cannot create the directory", path=folder, reason=error.strerror
-            ) from error
-        fsync_dir(folder.parent)
+            raise os_error(error, folder) from error
+        return
+    raise UnavailableError("the directory keeps being removed", path=path)
 
 
 def write_all(file: BinaryIO, data: Buffer) -> None:

@@ -7,6 +7,7 @@ A key cannot be another key's folder: ``a`` and ``a/b`` exclude each other here.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -22,7 +23,7 @@ __all__ = ["LocalStore"]
 
 # What a file system without hard links answers (FAT, several FUSE ones).
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
-_MKDIR_TRIES = 16
+_PUT_TRIES = 32
 
 
 class LocalStore:
@@ -49,18 +50,20 @@ class LocalStore:
     def _write(self, key: str, data: Buffer, place: Callable[[Path, Path], None]) -> None:
         path = self._path(key)
         # A delete in another process may remove the folder, empty for a moment, between our two calls.
-        for _ in range(_MKDIR_TRIES):
+        for _ in range(_PUT_TRIES):
             make_dirs(path.parent)
             try:
                 with new_file(path.parent, data) as temp:
                     place(temp, path)
-                fsync_dir(path.parent)
             except FileNotFoundError:
                 continue
             except IsADirectoryError as error:
                 raise InvalidInputError("the key is the folder of another key", key=key) from error
             except OSError as error:
                 raise os_error(error, path) from error
+            # No folder any more: somebody deleted the value after us, and the folder with it.
+            with contextlib.suppress(NotFoundError):
+                fsync_dir(path.parent)
             return
         raise UnavailableError("the folder of the key keeps being removed", key=key, path=path)
 
@@ -193,10 +196,8 @@ class LocalStore:
             except OSError:  # not empty, or not ours to remove: tidiness is no reason to fail
                 break
             folder = folder.parent
-        try:
+        with contextlib.suppress(NotFoundError):  # another process removed it after us
             fsync_dir(folder)
-        except NotFoundError:
-            return  # another process removed it after us
 
     def probe_conditional(self) -> bool:
         """Return whether the file system can hard-link, which is what ``put_new`` stands on."""

@@ -29,18 +29,12 @@ from ckpt.errors import (
 from ckpt.storage.base import ObjectInfo
 from ckpt.storage.conditional import probe_create
 from ckpt.storage.parts import part_nbytes_for
-from ckpt.storage.s3_config import S3Config, read_profile_keys, split_bucket_url
+from ckpt.storage.s3_config import ClientLimits, S3Config, read_profile_keys, split_bucket_url
 
 __all__ = ["ObstoreStore"]
 
 _PAGE = 1000
 _CREDENTIALS_LIFE = timedelta(minutes=5)
-_DEFAULTS = {
-    "timeout_s": "120",  # 16 MiB at 140 kB/s
-    "connect_timeout_s": "10",
-    # 0.1 s, doubled each time: about 6 s of trying. What outlasts that is the caller's to wait for.
-    "retries": "6",
-}
 _runtime_pid: int | None = None
 
 
@@ -59,13 +53,14 @@ class ObstoreStore:
     def __init__(self, url: str, options: Mapping[str, str] | None = None) -> None:
         self._url = url.rstrip("/")
         self._conditional: bool | None = None
-        rest = _DEFAULTS | dict(options or {})
+        rest = dict(options or {})
+        limits = ClientLimits.take_from(rest)
+        client: dict[str, Any] = {
+            "timeout": timedelta(seconds=limits.timeout_s),
+            "connect_timeout": timedelta(seconds=limits.connect_timeout_s),
+        }
+        retry = {"max_retries": limits.retries, "retry_timeout": timedelta(minutes=3)}
         try:
-            client: dict[str, Any] = {
-                "timeout": timedelta(seconds=float(rest.pop("timeout_s"))),
-                "connect_timeout": timedelta(seconds=float(rest.pop("connect_timeout_s"))),
-            }
-            retry = {"max_retries": int(rest.pop("retries")), "retry_timeout": timedelta(minutes=3)}
             self._store = _open(self._url, rest, client, retry)
         except (oberr.BaseError, ValueError, TypeError) as error:
             raise InvalidInputError(

@@ -13,10 +13,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ckpt.errors import InvalidInputError
 
-__all__ = ["ProfileKeys", "S3Config", "read_profile_keys", "split_bucket_url"]
+__all__ = ["ClientLimits", "ProfileKeys", "S3Config", "read_profile_keys", "split_bucket_url"]
 
 _OURS = frozenset(
     {"endpoint_url", "region", "access_key_id", "secret_access_key", "session_token", "addressing_style"}
@@ -26,6 +27,35 @@ _CLOUD_SOURCES = (
     "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientLimits:
+    """How long a client tries.
+
+    Attributes:
+        timeout_s: one whole request; must outlast one part on the slowest acceptable link.
+        connect_timeout_s: until the connection stands.
+        retries: repeats of a failed request, with doubling waits. What outlasts them is the caller's to
+            wait for.
+    """
+
+    timeout_s: float = 120.0  # 16 MiB at 140 kB/s
+    connect_timeout_s: float = 10.0
+    retries: int = 6  # about 6 s
+
+    @classmethod
+    def take_from(cls, options: dict[str, str]) -> ClientLimits:
+        """Remove these settings from ``options`` and return them. Raises InvalidInputError."""
+        try:
+            given: dict[str, Any] = {
+                name: kind(options.pop(name))
+                for name, kind in (("timeout_s", float), ("connect_timeout_s", float), ("retries", int))
+                if name in options
+            }
+        except ValueError as error:
+            raise InvalidInputError("timeouts and retries are numbers", reason=str(error)) from error
+        return cls(**given)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,11 @@ from ckpt.errors import CkptError, ConflictError, InvalidInputError, NotFoundErr
 from ckpt.storage.base import ObjectInfo
 from ckpt.storage.fsspec_store import FsspecStore, open_filesystem
 from ckpt.storage.parts import part_nbytes_for
-from ckpt.storage.s3_config import S3Config, split_bucket_url
+from ckpt.storage.s3_config import ClientLimits, S3Config, split_bucket_url
 
 __all__ = ["S3fsStore"]
 
 _PAGE = 1000
-_DEFAULTS = {"timeout_s": "120", "connect_timeout_s": "10", "retries": "6"}
 
 
 class S3fsStore(FsspecStore):
@@ -33,9 +32,8 @@ class S3fsStore(FsspecStore):
     """
 
     def __init__(self, url: str, options: Mapping[str, str] | None = None) -> None:
-        rest = _DEFAULTS | dict(options or {})
-        retries, timeout_s = int(rest.pop("retries")), float(rest.pop("timeout_s"))
-        connect_timeout_s = float(rest.pop("connect_timeout_s"))
+        rest = dict(options or {})
+        limits = ClientLimits.take_from(rest)
         self._bucket, self._prefix = split_bucket_url(url.rstrip("/"))
         s3 = S3Config.resolve(self._bucket, rest)
         filesystem = open_filesystem(
@@ -47,10 +45,9 @@ class S3fsStore(FsspecStore):
                 "endpoint_url": s3.endpoint_url,
                 "client_kwargs": {"region_name": s3.region},
                 "config_kwargs": {
-                    "connect_timeout": connect_timeout_s,
-                    "read_timeout": timeout_s,
-                    # s3fs repeats by itself; two layers of repeats would multiply.
-                    "retries": {"total_max_attempts": 1},
+                    "connect_timeout": limits.connect_timeout_s,
+                    "read_timeout": limits.timeout_s,
+                    "retries": {"total_max_attempts": 1 + limits.retries, "mode": "standard"},
                     "s3": {
                         "addressing_style": "virtual" if s3.virtual_hosted else "path",
                         "payload_signing_enabled": False,
@@ -62,7 +59,8 @@ class S3fsStore(FsspecStore):
                 **s3.rest,
             },
         )
-        filesystem.retries = max(1, retries)
+        # botocore repeats requests, s3fs only what botocore cannot: a body that breaks off. The two multiply.
+        filesystem.retries = 2
         super().__init__(url, filesystem=filesystem)
 
     def _full(self, key: str) -> str:
@@ -80,7 +78,9 @@ class S3fsStore(FsspecStore):
             return ConflictError("the object exists", key=key, url=self._url)
         if status == 404:
             return NotFoundError("no such object", key=key, url=self._url)
-        if isinstance(error, FileNotFoundError) and status is not None:
+        if status in (401, 403):
+            error = PermissionError(str(error))
+        elif isinstance(error, FileNotFoundError) and status is not None:
             # s3fs makes "not found" of some other refusals; only the service's own 404 is absence.
             error = OSError(str(error))
         return super()._translate(error, key)

@@ -77,12 +77,13 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def install(cache: Path = CACHE) -> Path:
+def install(cache: Path | None = None) -> Path:
     """Return the folder with the unpacked packages; download them first if they are not there.
 
     Raises:
         UnavailableHere: no apt, another distribution, no network.
     """
+    cache = cache or CACHE
     root = cache / "root"
     with _locked(cache / "lock"):
         if root.is_dir():

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_machine_without_radosgw_says_so_in_one_line_of_the_summary(tmp_path: Path) -> None:
+    program = f"""
+import sys, pathlib, pytest
+from tests.support import ceph
+ceph.CACHE = pathlib.Path({str(tmp_path / "cache")!r})
+tests = ["tests/contract/test_stores.py", "-k", "Radosgw and takes"]
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *tests]))
+"""
+    (tmp_path / "bin").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=dict(os.environ) | {"PATH": str(tmp_path / "bin"), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = [line for line in done.stdout.splitlines() if line.startswith("radosgw cannot be had here")]
+    assert said == ["radosgw cannot be had here, its tests were skipped: no apt-get on this machine"]
