@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--staging", required=True, help="staging directory, absolute")
     parser.add_argument("--run-key", required=True, help="folder of the run below runs/")
     parser.add_argument("--server", required=True, help="gRPC target of the staging server")
-    parser.add_argument("--threads", type=int, default=2, help="chunks written at once")
+    parser.add_argument("--threads", type=int, default=4, help="chunks written at once")
     parser.add_argument("--close-timeout", type=float, default=3600.0, help="seconds to wait for outcomes")
     parser.add_argument("--orphan-timeout", type=float, default=20.0, help="seconds to try an absent server")
     parser.add_argument("--trainer-pid", type=int, default=0, help="process whose death ends this one")

@@ -47,7 +47,7 @@ class FlusherProcess:
         on_death: called once from that thread with the exit code (negative: the signal that killed it)
             if the flusher ends although nobody called :meth:`close`. Snapshots it had not sealed are lost
             unless they are still in the arena; start a new FlusherProcess and flush again.
-        threads: chunks written at once.
+        threads: chunks written at once; with four the device stays busy while some are digested.
         close_timeout_s: how long the child waits for the server after ``close(wait=True)``.
         orphan_timeout_s: how long the child tries a server that does not answer after this process died,
             or after ``close(wait=False)``.
@@ -65,7 +65,7 @@ class FlusherProcess:
         server: str,
         on_event: Callable[[flusher_pb2.FlusherEvent], None],
         on_death: Callable[[int], None],
-        threads: int = 2,
+        threads: int = 4,
         close_timeout_s: float = 3600.0,
         orphan_timeout_s: float = 20.0,
         environment: Mapping[str, str] | None = None,
