@@ -9,6 +9,7 @@ from pathlib import Path
 __all__ = ["Losses", "compare", "draw", "read_losses", "relative"]
 
 Losses = dict[int, float]  # step -> loss
+FLOOR = 1e-9  # equal losses are drawn here on the logarithmic axis
 
 
 def read_losses(path: Path) -> Losses:
@@ -73,12 +74,12 @@ def draw(
     for title, losses in lineage:
         steps = list(losses)
         above.plot(steps, list(losses.values()), label=title)
-        below.plot(steps, [max(relative(losses[s], reference[s]), 1e-12) for s in steps], ".-")
+        below.plot(steps, [max(relative(losses[s], reference[s]), FLOOR) for s in steps], ".-")
     for step, text in marks.items():
         above.axvline(step, color="0.4", linestyle=":")
         above.text(step, above.get_ylim()[1], f" {text}", va="top", fontsize=8)
     below.axhline(1e-5, color="0.4", linestyle=":")
-    below.set(yscale="log", xlabel="step", ylabel="relative difference")
+    below.set(yscale="log", xlabel="step", ylabel="relative difference", ylim=(FLOOR / 2, 1e-4))
     above.set(ylabel="loss", title="A run killed in the middle of a save, resumed on two other topologies")
     above.legend()
     figure.savefig(path, dpi=120)
