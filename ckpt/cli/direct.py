@@ -1,0 +1,211 @@
+"""The backend that works on the store itself, and looks into this machine's staging directory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from ckpt.cli.backend import OnBytes, OnDeleted
+from ckpt.cli.describe import describe, details_of, problem_of
+from ckpt.cli.records import Details, Listing, Policy, PrunePlan, Row, RunRow, Shown, VerdictRow, Verified
+from ckpt.errors import CkptError, CorruptError, NotFoundError
+from ckpt.events import get_logger
+from ckpt.format import keys
+from ckpt.format.ids import CheckpointId, split_run_url
+from ckpt.ops.attempts import newest_attempt
+from ckpt.ops.catalog import CheckpointInfo, latest, list_checkpoints, load_checkpoint, read_manifest, resolve
+from ckpt.ops.pins import is_pinned, list_pins, pin, unpin
+from ckpt.ops.prune import execute_prune, plan_deletion, plan_retention
+from ckpt.ops.verify import verify_deep, verify_quick
+from ckpt.plan.retention import Verdict, newest_first
+from ckpt.storage.base import Store
+from ckpt.storage.open import open_store
+from ckpt.storage.staging import StagingDir, default_staging_path
+
+__all__ = ["DirectBackend"]
+
+_WORKERS = 16
+
+
+class DirectBackend:
+    """See :class:`ckpt.cli.backend.Backend`.
+
+    Args:
+        options: of :func:`ckpt.storage.open.open_store`.
+        staging: this node's staging directory, for the marks and paths of local copies.
+    """
+
+    def __init__(self, options: Mapping[str, str], *, staging: Path | None = None) -> None:
+        self._options = options
+        self._staging = StagingDir(staging or default_staging_path())
+        self._stores: dict[str, Store] = {}
+
+    def close(self) -> None:
+        for store in self._stores.values():
+            store.close()
+
+    def listing(self, url: str) -> Listing:
+        store = self._store(url)
+        committed = {info.ident: info for info in list_checkpoints(store)}
+        local = self._local(url)
+        if not committed and not local and newest_attempt(store) is None:
+            raise NotFoundError("there is no run at this URL", code="no-run", url=url)
+        pins = list_pins(store)
+        chosen, problem = None, None
+        try:
+            chosen = latest(store)
+        except CorruptError as error:
+            problem = problem_of(error)
+        rows = [
+            _row(ident, committed.get(ident), chosen=chosen, pinned=ident in pins, is_local=ident in local)
+            for ident in newest_first([*committed, *local])
+        ]
+        return Listing(rows=rows, problem=problem)
+
+    def details(self, url: str, checkpoints: Sequence[str]) -> dict[str, Details | CkptError]:
+        store = self._store(url)
+
+        def read(text: str) -> Details | CkptError:
+            try:
+                return details_of(read_manifest(store, CheckpointId.parse(text)))
+            except (CorruptError, NotFoundError) as error:  # one bad row must not hide the others
+                return error
+
+        with ThreadPoolExecutor(_WORKERS, thread_name_prefix="ckpt-list") as pool:
+            return dict(zip(checkpoints, pool.map(read, checkpoints), strict=True))
+
+    def show(self, url: str, checkpoint: str) -> Shown:
+        store = self._store(url)
+        opened = load_checkpoint(store, resolve(store, checkpoint))
+        run_key = keys.run_key(url)
+        return describe(
+            url,
+            opened.manifest,
+            opened.layouts,
+            opened.summaries(),
+            pinned=is_pinned(store, opened.ident),
+            local_paths={
+                rank: str(self._staging.segment_path(run_key, opened.ident, rank))
+                for rank in self._staging.sealed_ranks(run_key, opened.ident)
+            },
+        )
+
+    def verify(self, url: str, checkpoint: str, *, deep: bool, on_bytes: OnBytes) -> Verified:
+        store = self._store(url)
+        ident = resolve(store, checkpoint)
+        checked = 0
+
+        def progress(done: int, total: int) -> None:
+            nonlocal checked
+            checked = done
+            on_bytes(done, total)
+
+        try:
+            opened = load_checkpoint(store, ident)
+            found = verify_deep(opened, progress=progress) if deep else verify_quick(opened)
+        except CorruptError as error:  # not even the manifest or the layouts can be read
+            found = [error]
+        return Verified(checkpoint=str(ident), checked_nbytes=checked, problems=list(map(problem_of, found)))
+
+    def plan_prune(self, url: str, policy: Policy) -> PrunePlan:
+        store = self._store(url)
+        if policy.checkpoints:
+            verdicts = plan_deletion(store, [resolve(store, text) for text in policy.checkpoints])
+        else:
+            verdicts = plan_retention(store, keep_last=policy.keep_last, keep_every=policy.keep_every)
+        report = execute_prune(store, verdicts, dry_run=True)
+        rows = [VerdictRow(checkpoint=str(v.ident), keep=v.keep, reason=v.reason) for v in report.verdicts]
+        return PrunePlan(verdicts=rows, objects=report.deleted_objects)
+
+    def prune(self, url: str, plan: PrunePlan, on_deleted: OnDeleted) -> int:
+        verdicts = [
+            Verdict(CheckpointId.parse(row.checkpoint), keep=row.keep, reason=row.reason)
+            for row in plan.verdicts
+        ]
+        with _each_deletion(on_deleted):
+            return execute_prune(self._store(url), verdicts).deleted_objects
+
+    def pin(self, url: str, checkpoint: str, *, pinned: bool) -> str:
+        store = self._store(url)
+        ident = resolve(store, checkpoint)
+        (pin if pinned else unpin)(store, ident)
+        return str(ident)
+
+    def runs(self, root: str) -> list[RunRow]:
+        with ThreadPoolExecutor(_WORKERS, thread_name_prefix="ckpt-runs") as pool:
+            return list(pool.map(self._run, self._run_urls(root)))
+
+    def _run(self, url: str) -> RunRow:
+        store = open_store(url, self._options)
+        try:
+            chosen = latest(store)
+            count = sum(1 for _ in list_checkpoints(store))
+        finally:
+            store.close()
+        name = split_run_url(url)[1]
+        return RunRow(run=name, url=url, checkpoints=count, latest=str(chosen) if chosen else None)
+
+    def _run_urls(self, root: str) -> list[str]:
+        store = self._store(root)
+        names = sorted(
+            {
+                name
+                for info in store.list_keys("")
+                for name, slash, rest in [info.key.partition("/")]
+                if slash and rest.startswith((keys.MANIFESTS, keys.ATTEMPTS))
+            }
+        )
+        return [f"{root}/{name}" for name in names]
+
+    def _store(self, url: str) -> Store:
+        if url not in self._stores:
+            self._stores[url] = open_store(url, self._options)
+        return self._stores[url]
+
+    def _local(self, url: str) -> set[CheckpointId]:
+        run_key = keys.run_key(url)
+        here = self._staging.checkpoints(run_key)
+        return {ident for ident in here if self._staging.sealed_ranks(run_key, ident)}
+
+
+def _row(
+    ident: CheckpointId,
+    info: CheckpointInfo | None,
+    *,
+    chosen: CheckpointId | None,
+    pinned: bool,
+    is_local: bool,
+) -> Row:
+    return Row(
+        checkpoint=str(ident),
+        step=ident.step,
+        attempt=ident.attempt,
+        committed=info is not None,
+        committed_at=info.committed_at if info else None,
+        latest=ident == chosen,
+        pinned=pinned,
+        local=is_local,
+    )
+
+
+@contextmanager
+def _each_deletion(on_deleted: OnDeleted) -> Iterator[None]:
+    """Call ``on_deleted`` for every "prune.done" that execute_prune logs meanwhile."""
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if getattr(record, "event", "") == "prune.done":
+                on_deleted(1)
+
+    log = get_logger("ops.prune")
+    level, listener = log.level, Listener()
+    log.addHandler(listener)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        log.removeHandler(listener)

@@ -1,0 +1,154 @@
+"""The backend that asks a staging server over gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from ckpt.cli.backend import OnBytes, OnDeleted
+from ckpt.cli.describe import describe, details_of, problem_of
+from ckpt.cli.records import Details, Listing, Policy, PrunePlan, Row, RunRow, Shown, VerdictRow, Verified
+from ckpt.client.catalog import CatalogClient
+from ckpt.client.status import error_from_info
+from ckpt.errors import CkptError, CorruptError, NotFoundError
+from ckpt.format.ids import CheckpointId, split_run_url
+from ckpt.format.layout import LayoutSet
+from ckpt_proto.v1 import catalog_pb2
+
+__all__ = ["RemoteBackend"]
+
+_WORKERS = 8
+# Checkpoints deleted per call: a call has a deadline, and between calls the progress is shown.
+_PRUNED_PER_CALL = 100
+_PAGE_SIZE = 10_000
+
+
+class RemoteBackend:
+    """See :class:`ckpt.cli.backend.Backend`. Arguments as :class:`ckpt.client.CatalogClient`."""
+
+    def __init__(self, target: str, *, token: str | None = None, ca: Path | None = None) -> None:
+        self._client = CatalogClient(target, token=token, ca=ca)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def listing(self, url: str) -> Listing:
+        found = list(self._client.list_checkpoints(url, page_size=_PAGE_SIZE))
+        if not found:
+            self._require_run(url)
+            return Listing(rows=[])
+        chosen, problem = None, None
+        try:
+            chosen = self._latest(url)
+        except CorruptError as error:
+            problem = problem_of(error)
+        return Listing(rows=[_row(info, chosen) for info in found], problem=problem)
+
+    def details(self, url: str, checkpoints: Sequence[str]) -> dict[str, Details | CkptError]:
+        def read(text: str) -> Details | CkptError:
+            try:
+                return details_of(self._client.get_manifest(url, text).manifest)
+            except (CorruptError, NotFoundError) as error:  # one bad row must not hide the others
+                return error
+
+        with ThreadPoolExecutor(_WORKERS, thread_name_prefix="ckpt-list") as pool:
+            return dict(zip(checkpoints, pool.map(read, checkpoints), strict=True))
+
+    def show(self, url: str, checkpoint: str) -> Shown:
+        reply = self._client.get_manifest(url, checkpoint)
+        return describe(
+            url,
+            reply.manifest,
+            LayoutSet.decode(reply.layouts.SerializeToString(deterministic=True)),
+            reply.segments,
+            pinned=reply.pinned,
+            local_paths={copy.rank: copy.path for copy in reply.local_copies},
+        )
+
+    def verify(self, url: str, checkpoint: str, *, deep: bool, on_bytes: OnBytes) -> Verified:
+        ident = self._resolve(url, checkpoint)
+        problems: list[CkptError] = []
+        checked = 0
+        try:
+            for message in self._client.verify(url, ident, deep=deep):
+                problems += map(error_from_info, message.problems)
+                checked = message.checked_bytes
+                if message.total_bytes:
+                    on_bytes(checked, message.total_bytes)
+        except CorruptError as error:  # not even the manifest or the layouts can be read
+            problems.append(error)
+        return Verified(checkpoint=ident, checked_nbytes=checked, problems=list(map(problem_of, problems)))
+
+    def plan_prune(self, url: str, policy: Policy) -> PrunePlan:
+        reply = self._client.prune(
+            url,
+            keep_last=policy.keep_last,
+            keep_every=policy.keep_every,
+            checkpoints=policy.checkpoints,
+            dry_run=True,
+        )
+        rows = [
+            VerdictRow(
+                checkpoint=str(CheckpointId.from_proto(verdict.id)), keep=verdict.keep, reason=verdict.reason
+            )
+            for verdict in reply.verdicts
+        ]
+        return PrunePlan(verdicts=rows, objects=reply.deleted_objects)
+
+    def prune(self, url: str, plan: PrunePlan, on_deleted: OnDeleted) -> int:
+        # By name, not by the policy again: what was shown is what goes, whatever was committed meanwhile.
+        condemned = plan.condemned[::-1]  # oldest first: a failure in the middle leaves the newer ones
+        objects = 0
+        for start in range(0, len(condemned), _PRUNED_PER_CALL):
+            batch = condemned[start : start + _PRUNED_PER_CALL]
+            objects += self._client.prune(url, checkpoints=batch).deleted_objects
+            on_deleted(len(batch))
+        return objects
+
+    def pin(self, url: str, checkpoint: str, *, pinned: bool) -> str:
+        return str(self._client.pin(url, checkpoint, pinned=pinned))
+
+    def runs(self, root: str) -> list[RunRow]:
+        with ThreadPoolExecutor(_WORKERS, thread_name_prefix="ckpt-runs") as pool:
+            return list(pool.map(self._run, self._client.list_runs(root)))
+
+    def _run(self, url: str) -> RunRow:
+        found = self._client.list_checkpoints(url, page_size=_PAGE_SIZE)
+        count = sum(1 for info in found if info.location != "local")
+        chosen = self._latest(url)
+        name = split_run_url(url)[1]
+        return RunRow(run=name, url=url, checkpoints=count, latest=str(chosen) if chosen else None)
+
+    def _latest(self, url: str) -> CheckpointId | None:
+        try:
+            return CheckpointId.from_proto(self._client.get_manifest(url).manifest.id)
+        except NotFoundError:
+            return None
+
+    def _resolve(self, url: str, checkpoint: str) -> str:
+        """Return the id, so that the problems of a checkpoint that cannot be opened have a name."""
+        try:
+            return str(CheckpointId.from_proto(self._client.get_manifest(url, checkpoint).manifest.id))
+        except CorruptError as error:
+            return str(error.context.get("checkpoint", checkpoint))
+
+    def _require_run(self, url: str) -> None:
+        root = split_run_url(url)[0]
+        if url not in self._client.list_runs() and url not in self._client.list_runs(root):
+            raise NotFoundError("there is no run at this URL", code="no-run", url=url)
+
+
+def _row(info: catalog_pb2.CheckpointInfo, chosen: CheckpointId | None) -> Row:
+    ident = CheckpointId.from_proto(info.id)
+    committed = info.location != "local"
+    return Row(
+        checkpoint=str(ident),
+        step=ident.step,
+        attempt=ident.attempt,
+        committed=committed,
+        committed_at=info.committed_at if committed else None,
+        latest=ident == chosen,
+        pinned=info.pinned,
+        local=info.location != "remote",
+    )
