@@ -30,12 +30,14 @@ from ckpt_server.runs import Runs
 from ckpt_server.settings import Settings
 from ckpt_server.staging_service import MAX_WATCHERS, StagingService
 from ckpt_server.steps import StepTable
+from ckpt_server.trainers import living
 
 __all__ = ["App"]
 
 _log = get_logger("server.app")
 
 _SCANS_PER_RETAIN = 10
+_LOOK_S = 0.5
 _RPC_THREADS = MAX_WATCHERS + 32
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_NBYTES),
@@ -99,9 +101,10 @@ class App:
 
     def wait(self) -> str:
         """Block until a stop was asked for or, embedded, nothing is left to do. Returns the reason."""
-        while not self._leave.wait(0.25):
+        while not self._leave.wait(_LOOK_S):
             reason = self._done_reason() if self._settings.embedded else None
             if reason is not None:
+                event(_log, logging.INFO, "server.leaving", reason=reason)
                 return reason
         return "signal"
 
@@ -111,10 +114,11 @@ class App:
         Returns:
             False where a job outlasted the grace; what it did is done again after the next start.
         """
-        self._health.stopping()
-        self._leave.set()
+        # First of all: who starts now must wait for the lock and not count on this server.
         if self._server_file is not None:
             self._server_file.unlink(missing_ok=True)
+        self._health.stopping()
+        self._leave.set()
         self._table.close()
         deadline = self._clock.monotonic() + self._settings.stop_grace_s
         ends = [server.stop(grace=1.0) for server in self._servers]
@@ -199,7 +203,7 @@ class App:
     def _done_reason(self) -> str | None:
         """Embedded: why to leave now, or None."""
         idle_s = self._activity.idle_s()
-        if idle_s < self._settings.idle_exit_s:
+        if idle_s < self._settings.idle_exit_s or living(self._staging):
             return None
         if not any(run.has_work for run in self._runs.all()):
             return "idle"

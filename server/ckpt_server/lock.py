@@ -13,7 +13,7 @@ from ckpt.errors import RefusedError
 from ckpt.storage.durable import write_durably
 from ckpt.storage.staging import StagingDir
 
-__all__ = ["AlreadyRunningError", "owned", "write_server_file"]
+__all__ = ["AlreadyRunningError", "has_server_file", "owned", "write_server_file"]
 
 
 class AlreadyRunningError(RefusedError):
@@ -41,14 +41,20 @@ def owned(staging: StagingDir) -> Iterator[None]:
             ) from None
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        _server_file(staging).unlink(missing_ok=True)  # of a server that was killed
         yield
     finally:
         os.close(fd)
 
 
+def has_server_file(staging: StagingDir) -> bool:
+    """Whether ``server.json`` is there: some server is ready, or died without the chance to delete it."""
+    return _server_file(staging).is_file()
+
+
 def write_server_file(staging: StagingDir, *, version: str, listen: Sequence[str]) -> Path:
     """Write ``server.json``: the server is ready and this is how to reach it."""
-    path = staging.path / "server.json"
+    path = _server_file(staging)
     body = {
         "pid": os.getpid(),
         "target": staging.socket_target(),
@@ -57,3 +63,7 @@ def write_server_file(staging: StagingDir, *, version: str, listen: Sequence[str
     }
     write_durably(path, json.dumps(body).encode())
     return path
+
+
+def _server_file(staging: StagingDir) -> Path:
+    return staging.path / "server.json"

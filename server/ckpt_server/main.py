@@ -1,7 +1,7 @@
 """ckptd: parse, run until a signal, exit code.
 
 Exit codes: 0 done, 1 failed, 2 usage, 3 another server owns the staging directory (embedded: 0, because
-the server that another rank started is as good).
+the server that another trainer started is as good).
 """
 
 from __future__ import annotations
@@ -15,17 +15,24 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ckpt.clock import SystemClock
 from ckpt.errors import CkptError, InvalidInputError
 from ckpt.storage.staging import StagingDir, default_staging_path
 from ckpt_server.app import App
-from ckpt_server.lock import AlreadyRunningError, owned
+from ckpt_server.lock import AlreadyRunningError, has_server_file, owned
 from ckpt_server.settings import Settings
+from ckpt_server.trainers import announce
 
 __all__ = ["main", "run"]
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_OWNED = 3
+
+# An embedded server looks for new trainers every second before it leaves; twice that is enough.
+_LOOK_S = 0.2
+_READY_LOOKS = 10
+_TAKEOVER_S = 120.0
 
 
 def run() -> None:
@@ -53,12 +60,36 @@ def main(arguments: Sequence[str]) -> int:
     staging = StagingDir(settings.staging)
     try:
         staging.ensure()
+        if settings.embedded:
+            return _run_embedded(staging, settings, options.trainer_pid or os.getppid())
         with owned(staging):
             return _serve(App(settings))
     except AlreadyRunningError as error:
-        return 0 if settings.embedded else _complain(error, EXIT_OWNED)
+        return _complain(error, EXIT_OWNED)
     except CkptError as error:
         return _complain(error, EXIT_FAILED)
+
+
+def _run_embedded(staging: StagingDir, settings: Settings, trainer: int) -> int:
+    """Serve, or make sure that another server will: one that is ready and has had the time to see that a
+    new trainer counts on it. One that is leaving is waited for.
+    """
+    announce(staging, trainer)
+    clock = SystemClock()
+    deadline = clock.monotonic() + _TAKEOVER_S
+    seen_ready = 0
+    while True:
+        try:
+            with owned(staging):
+                return _serve(App(settings))
+        except AlreadyRunningError:
+            # Gone from its first moment of leaving, so that nobody takes a leaving server for a ready one.
+            seen_ready = seen_ready + 1 if has_server_file(staging) else 0
+            if seen_ready > _READY_LOOKS:
+                return 0
+            if clock.monotonic() > deadline:
+                raise
+        clock.sleep(_LOOK_S)
 
 
 def _serve(app: App) -> int:
@@ -133,6 +164,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="embedded: leave after so long without work",
     )
+    add("--trainer-pid", type=int, metavar="PID", help="embedded: whose end to wait for; default: the parent")
     add(
         "--linger",
         type=float,

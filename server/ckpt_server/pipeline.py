@@ -94,7 +94,10 @@ class Pipeline:
         """Queue the conditional-put probe of the run's store."""
 
         def work() -> None:
-            run.probe()
+            try:
+                run.probe()
+            except CkptError as error:  # whoever needs the answer asks again
+                event(_log, logging.WARNING, "store.probe_failed", run=run.key, error=error)
 
         run.control.add("probe", self._retried(run, None, work), priority=(-1,))
 

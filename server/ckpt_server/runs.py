@@ -19,6 +19,8 @@ __all__ = ["Run", "Runs"]
 
 _log = get_logger("server.runs")
 
+_SECRET_WORDS = ("secret", "token", "password", "account_key", "sas")
+
 StoreOpener = Callable[[str, Mapping[str, str] | None], Store]
 
 
@@ -122,16 +124,26 @@ class Runs:
         key = keys.run_key(config.url)
         if config.keep_local < 1:
             raise InvalidInputError("keep_local must be at least 1", keep_local=config.keep_local)
+        for name in config.store_options:
+            if any(word in name.lower() for word in _SECRET_WORDS):
+                raise InvalidInputError(
+                    "store options are written to disk: give secrets in the server's environment",
+                    code="secret",
+                    option=name,
+                )
         # Opening touches nothing; a store that is down must not keep a trainer from starting.
         self._opener(config.url, config.store_options).close()
         self._staging.write_run_config(key, config)
         return self._adopt(key, config)
 
     def load(self, key: str) -> Run:
-        """Return the run, reading its run.json where it is new. Raises NotFoundError, CorruptError."""
-        with self._lock:
-            known = self._runs.get(key)
-        return known or self._adopt(key, self._staging.read_run_config(key))
+        """Return the run as its run.json says now: a trainer may write that file itself.
+
+        Raises:
+            NotFoundError: there is none.
+            CorruptError: it is damaged.
+        """
+        return self._adopt(key, self._staging.read_run_config(key))
 
     def all(self) -> list[Run]:
         """The runs known so far, by key."""
@@ -178,5 +190,6 @@ class Runs:
                 run = Run(key, config, opener=self._opener, workers=self._workers, clock=self._clock)
                 self._runs[key] = run
                 return run
-        run.reconfigure(config)
+        if run.config != config:
+            run.reconfigure(config)
         return run

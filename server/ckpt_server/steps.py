@@ -95,7 +95,7 @@ class StepTable:
         """Insert or replace a record; an equal one is no change."""
         key = (record.run_key, record.ident)
         with self._changed:
-            if self._records.get(key) == record:
+            if _same(self._records.get(key), record):
                 return
             self._records[key] = record
             self._bump(key)
@@ -108,7 +108,7 @@ class StepTable:
             if old is None:
                 return None
             new = replace(old, **changes)  # type: ignore[arg-type]
-            if new != old:
+            if not _same(old, new):
                 self._records[key] = new
                 self._bump(key)
             return new
@@ -126,7 +126,7 @@ class StepTable:
         with self._changed:
             old = self._records.get(key)
             new = _merge(old, seen, again=again)
-            if new != old:
+            if not _same(old, new):
                 self._records[key] = new
                 self._bump(key)
             return new
@@ -139,7 +139,7 @@ class StepTable:
             if old is None:
                 return None
             new = replace(old, uploaded=old.uploaded | {rank}, error=old.error if old.is_failed else None)
-            if new != old:
+            if not _same(old, new):
                 self._records[key] = new
                 self._bump(key)
             return new
@@ -192,6 +192,13 @@ class StepTable:
         self._version += 1
         self._versions[key] = self._version
         self._changed.notify_all()
+
+
+def _same(old: StepRecord | None, new: StepRecord) -> bool:
+    """Whether nothing changed that a watcher would see; errors are compared by what they say."""
+    if old is None or str(old.error) != str(new.error):
+        return False
+    return replace(old, error=None) == replace(new, error=None)
 
 
 def _merge(old: StepRecord | None, seen: StepRecord, *, again: bool) -> StepRecord:

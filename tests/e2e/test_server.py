@@ -6,6 +6,7 @@ import os
 import signal
 import stat
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -31,11 +32,13 @@ from ckpt.geometry import Box
 from ckpt.storage.open import open_store
 from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import staging_pb2
+from tests.support.faultproxy import FaultProxy
 from tests.support.s3 import Ministack
 from tests.support.sealing import World, make_world, seal
 from tests.support.server import Server, State, eventually
 
 ID = CheckpointId(10, 1)
+EMBEDDED = ("--embedded", "--idle-exit", "0.5")
 
 
 @pytest.fixture
@@ -173,11 +176,15 @@ def test_bad_registrations_are_refused_before_anything_is_written(server: Server
         for url in ("file:///", "no-scheme", "nosuchscheme://bucket/run", "file:///tmp/-bad-name"):
             with pytest.raises(InvalidInputError):
                 client.register(url)
+        with pytest.raises(InvalidInputError) as secret:
+            client.register("s3://bucket/run", store_options={"secret_access_key": "hush"})
+        assert secret.value.code == "secret"
+        assert "hush" not in str(secret.value)
         assert server.staging.run_keys() == []
 
 
 def test_a_store_that_is_down_keeps_nobody_from_registering(server: Server) -> None:
-    options = {"endpoint_url": "http://127.0.0.1:9", "access_key_id": "a", "secret_access_key": "b"}
+    options = {"endpoint_url": "http://127.0.0.1:9", "region": "us-east-1"}
     with server.client() as client:
         reply = client.register("s3://bucket/run", staging=server.staging, store_options=options)
 
@@ -578,7 +585,7 @@ def test_large_messages_pass(server: Server, url: str, tmp_path: Path) -> None:
 
 def test_embedded_server_leaves_when_it_is_done(tmp_path: Path, url: str) -> None:
     world = make_world()
-    with Server(tmp_path / "staging", "--embedded", "--idle-exit", "0.5") as server:
+    with Server(tmp_path / "staging", *EMBEDDED, "--trainer-pid", str(dead_pid())) as server:
         with server.client() as client:
             run_key = client.register(url, staging=server.staging).run_key
             watch = client.watch(run_key, timeout_s=1.5)
@@ -590,6 +597,67 @@ def test_embedded_server_leaves_when_it_is_done(tmp_path: Path, url: str) -> Non
         assert server.process is not None
         assert server.process.wait(20) == 0
         assert server.staging.is_committed(run_key, ID)
+
+
+def test_embedded_server_stays_for_its_trainer_and_for_a_later_one(tmp_path: Path) -> None:
+    """A trainer is restarted while the server of the one before is still there: it must not leave then."""
+    staging = tmp_path / "staging"
+    trainers = [subprocess.Popen(["sleep", "120"]) for _ in range(2)]
+    try:
+        with Server(staging, *EMBEDDED, "--trainer-pid", str(trainers[0].pid)) as server:
+            second = Server(staging, *EMBEDDED, "--trainer-pid", str(trainers[1].pid)).spawn()
+            assert second.wait(30) == 0
+            stop(trainers[0])
+            with pytest.raises(subprocess.TimeoutExpired):
+                server_process(server).wait(2)
+            stop(trainers[1])
+            assert server_process(server).wait(20) == 0
+    finally:
+        for trainer in trainers:
+            stop(trainer)
+
+
+def test_embedded_server_takes_over_from_one_that_is_leaving(tmp_path: Path, s3_server: Ministack) -> None:
+    url = f"s3://{s3_server.make_bucket()}/run"
+    go, arrived = threading.Event(), threading.Event()
+
+    def hold(method: str, path: str) -> int | str | None:
+        if method == "PUT" and "/data/" in path:
+            arrived.set()
+            go.wait(60)
+        return None
+
+    with FaultProxy(s3_server.port) as proxy:
+        proxy.fault = hold
+        environment = s3_server.env | {"AWS_ENDPOINT_URL": proxy.endpoint}
+        with Server(tmp_path / "staging", environment=environment) as old:
+            run_key = save(old, url, make_world())
+            assert arrived.wait(30)
+            server_process(old).send_signal(signal.SIGTERM)
+            eventually(lambda: old.info() == {}, what="the old server is leaving")
+            new = Server(tmp_path / "staging", *EMBEDDED, environment=environment)
+            process = new.spawn()
+            go.set()
+            eventually(lambda: new.info().get("pid") == process.pid, timeout_s=60, what="the new one serves")
+            new.wait_for(run_key, ID)
+            new.terminate()
+
+
+def server_process(server: Server) -> subprocess.Popen[bytes]:
+    assert server.process is not None
+    return server.process
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait(10)
+
+
+def dead_pid() -> int:
+    """The number of a process that has ended."""
+    process = subprocess.Popen(["true"])
+    process.wait(10)
+    return process.pid
 
 
 def test_term_ends_a_server_with_open_watches_soon(server: Server) -> None:
