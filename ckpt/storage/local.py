@@ -14,6 +14,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from ckpt.clock import Clock, SystemClock
 from ckpt.digest import Buffer
 from ckpt.errors import ConflictError, CorruptError, InvalidInputError, NotFoundError, UnavailableError
 from ckpt.storage.base import ObjectInfo
@@ -24,6 +25,8 @@ __all__ = ["LocalStore"]
 # What a file system without hard links answers (FAT, several FUSE ones).
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 _PUT_TRIES = 32
+# Writers of a large file touch it every few milliseconds, so an hour of silence is a crash.
+_LEFTOVER_S = 3600.0
 
 
 class LocalStore:
@@ -31,10 +34,12 @@ class LocalStore:
 
     Args:
         root: directory of the run; created by the first put.
+        clock: tells how old a crashed writer's leftover is.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, clock: Clock | None = None) -> None:
         self._root = root.absolute()
+        self._clock = clock or SystemClock()
         self._conditional: bool | None = None
 
     @property
@@ -190,6 +195,7 @@ class LocalStore:
         """fsync ``folder``, or remove it and its empty parents up to the root and fsync what is left."""
         while folder != self._root:
             try:
+                self._remove_leftovers(folder)
                 folder.rmdir()
             except FileNotFoundError:
                 pass
@@ -198,6 +204,15 @@ class LocalStore:
             folder = folder.parent
         with contextlib.suppress(NotFoundError):  # another process removed it after us
             fsync_dir(folder)
+
+    def _remove_leftovers(self, folder: Path) -> None:
+        """Remove what crashed writers left in a folder that holds nothing else."""
+        files = list(folder.iterdir())
+        if not all(file.name.startswith(TEMP_PREFIX) for file in files):
+            return
+        for file in files:
+            if file.stat().st_mtime < self._clock.now() - _LEFTOVER_S:
+                file.unlink()
 
     def probe_conditional(self) -> bool:
         """Return whether the file system can hard-link, which is what ``put_new`` stands on."""

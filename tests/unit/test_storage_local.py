@@ -148,6 +148,22 @@ def test_empty_folders_go_with_their_last_object(tmp_path: Path) -> None:
     assert names(tmp_path / "run") == []
 
 
+def test_what_a_crashed_writer_left_goes_with_the_last_object_once_it_is_old(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    for folder, age_s in (("old", 4000), ("new", 10)):
+        store.put(f"{folder}/a", b"")
+        store.put(f"{folder}/b", b"")
+        rest = tmp_path / folder / f"{TEMP_PREFIX}1"
+        rest.write_bytes(b"half")
+        modified = rest.stat().st_mtime - age_s
+        os.utime(rest, (modified, modified))
+    store.delete(["old/a", "new/a"])
+    assert names(tmp_path / "old") == [f"{TEMP_PREFIX}1", "b"]
+    store.delete(["old/b", "new/b"])
+    assert names(tmp_path) == ["new"]
+    assert names(tmp_path / "new") == [f"{TEMP_PREFIX}1"]
+
+
 def test_puts_survive_deletes_that_remove_their_folder(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     stop = threading.Event()
