@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--close-timeout", type=float, default=3600.0, help="seconds to wait for outcomes")
     parser.add_argument("--orphan-timeout", type=float, default=20.0, help="seconds to try an absent server")
     parser.add_argument("--trainer-pid", type=int, default=0, help="process whose death ends this one")
+    parser.add_argument("--start-server", action="store_true", help="start a server where none answers")
     options = parser.parse_args()
     detach(keep_fds={options.control_fd})
     faulthandler.enable()
@@ -40,6 +41,7 @@ def main() -> None:
         close_timeout_s=options.close_timeout,
         orphan_timeout_s=options.orphan_timeout,
         trainer_pid=options.trainer_pid,
+        starts_server=options.start_server,
     )
     Flusher(settings, socket.socket(fileno=options.control_fd), SystemClock()).run()
 

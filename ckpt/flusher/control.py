@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 from ckpt.clock import Clock
 from ckpt.errors import CkptError, InvalidInputError
 from ckpt.events import event, get_logger
+from ckpt.flusher.embedded import start_embedded_server
 from ckpt.flusher.handover import Handover
 from ckpt.flusher.remote import Remote
 from ckpt.flusher.report import error_info
@@ -47,6 +48,7 @@ class FlusherSettings:
         close_timeout_s: how long outcomes are awaited after Close(wait).
         orphan_timeout_s: how long a server that does not answer is tried when nobody waits for outcomes.
         trainer_pid: 0 if unknown.
+        starts_server: start an embedded server whenever none answers.
     """
 
     staging: str
@@ -56,6 +58,7 @@ class FlusherSettings:
     close_timeout_s: float
     orphan_timeout_s: float
     trainer_pid: int
+    starts_server: bool
 
 
 class Flusher:
@@ -85,6 +88,7 @@ class Flusher:
             lambda: Remote(settings.server, self._staging, settings.run_key),
             emit=self._emit,
             on_change=self._wake,
+            on_absent=self._start_server if settings.starts_server else None,
             clock=clock,
         )
 
@@ -197,6 +201,10 @@ class Flusher:
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # full: it is awake anyway
             os.write(self._wake_write, b"\0")
+
+    def _start_server(self) -> None:
+        pid = self._settings.trainer_pid or os.getpid()
+        start_embedded_server(self._staging, trainer_pid=pid, environment=os.environ)
 
     # --- the writer ---
 

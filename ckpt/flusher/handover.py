@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckpt.clock import Clock
-from ckpt.errors import CkptError, CorruptError, InvalidInputError
+from ckpt.errors import CkptError, CorruptError, InvalidInputError, UnavailableError
 from ckpt.events import event, get_logger
 from ckpt.flusher.remote import Remote
 from ckpt.flusher.report import error_info
@@ -23,6 +23,7 @@ __all__ = ["Handover"]
 
 _FIRST_WAIT_S = 0.1
 _LONGEST_WAIT_S = 5.0
+_START_EVERY_S = 15.0  # a server needs a second or two; one that cannot start must not be tried in a loop
 _log = get_logger("flusher.handover")
 _State = staging_pb2.StepStatus
 _Event = flusher_pb2.FlusherEvent
@@ -61,6 +62,7 @@ class Handover:
         open_remote: makes the connection; called in the thread, because it imports gRPC.
         emit: delivers an event to the trainer; called from both threads.
         on_change: called after anything that :meth:`is_told`, :meth:`is_settled` or ``progress_at`` tells.
+        on_absent: called when no server answers, now and then; may start one.
         clock: time.
     """
 
@@ -70,11 +72,14 @@ class Handover:
         *,
         emit: Callable[[flusher_pb2.FlusherEvent], None],
         on_change: Callable[[], None],
+        on_absent: Callable[[], None] | None = None,
         clock: Clock,
     ) -> None:
         self._open_remote = open_remote
         self._emit = emit
         self._on_change = on_change
+        self._on_absent = on_absent
+        self._absent_after = clock.monotonic()  # when on_absent may be called again
         self._clock = clock
         self._steps: dict[CheckpointId, _Step] = {}  # guarded by self._wake
         self._wake = threading.Condition()
@@ -173,11 +178,25 @@ class Handover:
     def _hiccup(self, error: CkptError) -> None:
         if self._remote is not None:
             self._remote.forget()
+        if isinstance(error, UnavailableError) and self._bring_server():
+            return
         if error.code == self._warned:
             return
         self._warned = error.code  # once per reason: an absent server is tried every few seconds
         event(_log, logging.WARNING, "handover.waiting", error=error)
         self._emit(_Event(state=_Event.STATE_WARNING, error=error_info(error)))
+
+    def _bring_server(self) -> bool:
+        """Have a server started; False where that is not our business, or was done a moment ago."""
+        if self._on_absent is None or self._clock.monotonic() < self._absent_after:
+            return False
+        self._absent_after = self._clock.monotonic() + _START_EVERY_S
+        try:
+            self._on_absent()
+        except CkptError as error:
+            event(_log, logging.WARNING, "handover.no_server", error=error)
+            return False
+        return True
 
     # --- listening ---
 

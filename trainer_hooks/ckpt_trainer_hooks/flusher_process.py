@@ -26,10 +26,10 @@ from ckpt.storage.staging import StagingDir, os_errors
 from ckpt_proto.v1 import flusher_pb2
 from ckpt_trainer_hooks.arena import Arena
 
-__all__ = ["FlusherProcess"]
+__all__ = ["FlusherProcess", "python_path"]
 
 _PACKET_MAX = 256 << 10  # bytes of one event; the kernel drops what is longer
-_NEEDED_MODULES = ("ckpt", "ckpt_proto", "google.protobuf", "grpc", "xxhash")
+_NEEDED_MODULES = ("ckpt", "ckpt_proto", "ckpt_server", "google.protobuf", "grpc", "xxhash")
 _log = get_logger("flusher.process")
 _live: weakref.WeakSet[FlusherProcess] = weakref.WeakSet()
 
@@ -51,6 +51,7 @@ class FlusherProcess:
         close_timeout_s: how long the child waits for the server after ``close(wait=True)``.
         orphan_timeout_s: how long the child tries a server that does not answer after this process died,
             or after ``close(wait=False)``.
+        starts_server: the child starts an embedded server whenever none answers.
         environment: added to the child's environment.
 
     Raises:
@@ -68,6 +69,7 @@ class FlusherProcess:
         threads: int = 4,
         close_timeout_s: float = 3600.0,
         orphan_timeout_s: float = 20.0,
+        starts_server: bool = False,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._on_event = on_event
@@ -81,6 +83,7 @@ class FlusherProcess:
         options = ["--staging", str(Path(staging).absolute()), "--run-key", run_key, "--server", server]
         options += ["--threads", str(threads), "--close-timeout", str(close_timeout_s)]
         options += ["--orphan-timeout", str(orphan_timeout_s)]
+        options += ["--start-server"] if starts_server else []
         try:
             self._process = _start(StagingDir(staging), theirs, options, environment or {})
         except BaseException:
@@ -258,11 +261,11 @@ def _start(
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C and the launcher's killpg must not reach it
                 cwd="/",
-                env={**os.environ, **_python_path(), **environment},
+                env={**os.environ, **python_path(), **environment},
             )
 
 
-def _python_path() -> dict[str, str]:
+def python_path() -> dict[str, str]:
     """Let the child import what this process imported, also from a checkout that is not installed.
 
     Site directories are left out: the child has them anyway, and in front of the standard library

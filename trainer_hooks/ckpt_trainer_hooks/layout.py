@@ -8,7 +8,16 @@ import torch
 
 from ckpt import dtypes
 from ckpt.errors import InvalidInputError
-from ckpt.format.layout import Mesh, Placement, Replicate, Shard, StridedShard, TensorLayout, local_region
+from ckpt.format.layout import (
+    Mesh,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+    TensorLayout,
+    local_region,
+    right_to_left,
+)
 from ckpt_trainer_hooks.compat import as_dtensor, local_tensor, mesh_ranks, strided_split_factor
 
 __all__ = ["LayoutBuilder", "Placed", "dtype_name", "torch_dtype"]
@@ -101,6 +110,9 @@ class LayoutBuilder:
             mesh=mesh,
             placements=placements,
         )
+        # FSDP2 over TP says StridedShard, but where sizes are uneven it puts the data as if TP had sharded
+        # first. Decided by the placements alone, so that every rank decides the same.
+        layout = right_to_left(layout) or layout
         region = local_region(layout, self._rank)
         expected = region.shape if region is not None else None
         if expected != tuple(local.shape) and not (expected is None and local.numel() == 0):

@@ -16,12 +16,14 @@ import torch
 
 from ckpt.errors import BusyError, CkptError, InvalidInputError, RefusedError, TimeoutExceededError
 from ckpt.events import event, get_logger
+from ckpt.flusher.embedded import start_embedded_server
 from ckpt.format.ids import CheckpointId, split_run_url
 from ckpt.format.keys import run_key
 from ckpt.ops import catalog
 from ckpt.storage.open import open_store
 from ckpt.storage.staging import RunConfig, StagingDir, default_staging_path
 from ckpt_trainer_hooks.agree import Agreement
+from ckpt_trainer_hooks.flusher_process import python_path
 from ckpt_trainer_hooks.handle import SaveHandle
 from ckpt_trainer_hooks.layout import LayoutBuilder
 from ckpt_trainer_hooks.pipeline import Origin, SavePipeline
@@ -32,7 +34,6 @@ from ckpt_trainer_hooks.session import (
     agree_on_session,
     checked_options,
     claim,
-    start_embedded_server,
 )
 from ckpt_trainer_hooks.state import TrainState
 
@@ -50,7 +51,7 @@ class CheckpointManager:
     commits it. No save uses a collective or waits for disk, network, another rank or the server.
 
     Args:
-        url: of the run; its last component names it: ``s3://bucket/llama-8b``, ``file:///ckpts/run1``, a path.
+        url: of the run, named by its last component: ``s3://bucket/llama-8b``, ``file:///ckpts/run1``, a path.
         model: a module, wrapped or not (DDP, FSDP2, TP, compile).
         optimizer: over the model's parameters.
         lr_scheduler: anything with state_dict and load_state_dict.
@@ -64,11 +65,11 @@ class CheckpointManager:
         keep_every: also keep steps divisible by this.
         keep_local: newest committed steps kept on NVMe for fast restarts.
         mode: "overlapped" copies parameters and optimizer state while the next forward and backward
-            run; "blocking" copies all before it returns; "auto" is overlapped where an optimizer is registered.
+            run; "blocking" copies all before it returns; "auto" is overlapped where there is an optimizer.
         on_busy: what a save does while the one before is still being written to NVMe: "wait", "skip",
             "fail".
         on_error: whether failures of background work "raise" at the next call, or "warn" in the log.
-        staging_dir: on NVMe, shared by the ranks of a node; default ``$CKPT_STAGING`` or ~/.cache/ckpt/staging.
+        staging_dir: on NVMe, shared by the ranks of a node; default $CKPT_STAGING or ~/.cache/ckpt/staging.
         server: gRPC target of a staging daemon (``unix:/path`` or ``host:port``); default ``$CKPT_SERVER``,
             else one is started on this node and leaves when its uploads are done.
         store_options: of the object store (``endpoint_url``, ``region``, ...); credentials come from the
@@ -139,6 +140,7 @@ class CheckpointManager:
             staging=self._staging.path,
             run_key=run_key(self._config.url),
             server=self._server or self._staging.socket_target(),
+            starts_server=self._server is None,
         )
         self._hooks = self._fence_optimizers()
         atexit.register(self.close)
@@ -361,7 +363,9 @@ class CheckpointManager:
         if self._session is None:
             self._session = agree_on_session(self._agreement, self._config, self._staging)
             if self._session.hosts_server and self._server is None:
-                start_embedded_server(self._staging)
+                start_embedded_server(
+                    self._staging, trainer_pid=os.getpid(), environment={**os.environ, **python_path()}
+                )
 
     def _begin_attempt(self, parent: CheckpointId | None) -> None:
         self._attempt = claim(self._agreement, self._config.url, self._config.store_options, parent)

@@ -52,9 +52,12 @@ class SavePipeline:
         staging: staging directory of the node.
         run_key: the run's folder in it.
         server: gRPC target of the staging server.
+        starts_server: the flusher starts an embedded server whenever none answers.
     """
 
-    def __init__(self, state: TrainState, *, rank: int, staging: Path, run_key: str, server: str) -> None:
+    def __init__(
+        self, state: TrainState, *, rank: int, staging: Path, run_key: str, server: str, starts_server: bool
+    ) -> None:
         self._state = state
         self._rank = rank
         self._start_flusher: Callable[[], FlusherProcess] = lambda: FlusherProcess(
@@ -63,6 +66,7 @@ class SavePipeline:
             server=server,
             on_event=self._on_event,
             on_death=self._on_flusher_death,
+            starts_server=starts_server,
         )
         self._lock = threading.Lock()
         self._handles: dict[int, SaveHandle] = {}  # guarded by self._lock; by sequence

@@ -59,7 +59,7 @@ class Restorer:
     pending_wait_s: float
 
     def restore(self, wanted: str, *, strict: bool) -> CheckpointId | None:
-        """Restore ``wanted`` ("latest", a step or an id); return what was restored, None where there is nothing.
+        """Restore ``wanted`` ("latest", a step or an id) and return it; None where there is nothing.
 
         "latest" falls back to the checkpoint before it when no good copy is left, on all ranks together;
         a checkpoint asked for by name fails instead.

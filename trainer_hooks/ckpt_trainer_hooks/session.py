@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import socket
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import ckpt
-import ckpt_proto
 from ckpt.clock import SystemClock
 from ckpt.errors import InvalidInputError
-from ckpt.events import event, get_logger
 from ckpt.format.ids import CheckpointId
 from ckpt.format.keys import run_key
 from ckpt.ops.attempts import claim_attempt
@@ -24,9 +17,8 @@ from ckpt.storage.staging import RunConfig, StagingDir
 from ckpt_proto.v1 import common_pb2
 from ckpt_trainer_hooks.agree import Agreement
 
-__all__ = ["Session", "agree_on_session", "checked_options", "claim", "import_roots", "start_embedded_server"]
+__all__ = ["Session", "agree_on_session", "checked_options", "claim"]
 
-_log = get_logger("session")
 _SECRET_WORDS = ("secret", "password", "token", "credential")
 
 
@@ -80,45 +72,6 @@ def agree_on_session(agreement: Agreement, config: RunConfig, staging: StagingDi
     if hosts_server:
         staging.write_run_config(run_key(config.url), config)
     return Session(group=group, hosts_server=hosts_server)
-
-
-def start_embedded_server(staging: StagingDir) -> None:
-    """Start the node's staging server unless one runs; returns at once.
-
-    A child in its own session: it outlives the trainer until its uploads are done. A lock in the staging
-    directory makes every start but the first leave quietly.
-    """
-    log = staging.path / "server.log"
-    environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join(import_roots())
-    with log.open("ab") as output:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "ckpt_server", "--staging", str(staging.path), "--embedded"],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            cwd="/",
-            env=environment,
-            start_new_session=True,
-            close_fds=True,
-        )
-    _children.append(child)
-    event(_log, logging.INFO, "server.started", pid=child.pid, log=log)
-
-
-_children: list[
-    subprocess.Popen[bytes]
-] = []  # kept so that Python does not warn about a child that outlives us
-
-
-def import_roots() -> list[str]:
-    """The folders that a child needs on its path to import what this process imports of ckpt."""
-    roots = [str(Path(str(package.__file__)).parent.parent) for package in (ckpt, ckpt_proto)]
-    checkout = Path(roots[0])
-    roots += [
-        str(checkout / folder) for folder in ("server", "trainer_hooks") if (checkout / folder).is_dir()
-    ]
-    return list(dict.fromkeys([*roots, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]))
 
 
 def claim(agreement: Agreement, url: str, options: Mapping[str, str], parent: CheckpointId | None) -> int:
