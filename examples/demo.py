@@ -129,8 +129,7 @@ class Demo:
             raise
 
     def log_tail(self, phase: Phase) -> str:
-        lines = (self.out / "logs" / f"{phase.name}.log").read_text(errors="replace").splitlines()
-        return "\n".join(lines[-25:])
+        return tail(self.out / "logs" / f"{phase.name}.log")
 
     def run_and_kill(self, phase: Phase) -> None:
         """Run ``phase`` until it is in the middle of the save of KILL_AT, then ``kill -9`` one rank."""
@@ -163,7 +162,14 @@ class Demo:
     def cli(self, *arguments: str) -> str:
         """Run ``ckpt`` and return what it printed. Raises DemoFailed if it exits with an error."""
         command = [sys.executable, "-m", "ckpt.cli", *arguments]
-        result = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60)
+        result = subprocess.run(
+            command,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
         if result.returncode:
             raise DemoFailed(f"ckpt {' '.join(arguments)}: status {result.returncode}\n{result.stderr}")
         return result.stdout
@@ -172,6 +178,13 @@ class Demo:
         """Run ``ckpt`` and show the command and its output."""
         self.say(f"$ ckpt {' '.join(arguments)}")
         print(self.cli(*arguments), flush=True)
+
+
+def tail(path: Path) -> str:
+    """Return the last lines of a log, or nothing where there is none."""
+    if not path.exists():
+        return ""
+    return "\n".join(path.read_text(errors="replace").splitlines()[-25:])
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
@@ -186,8 +199,8 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 def committed(demo: Demo) -> list[int]:
     """Return the steps of the committed checkpoints, newest first, as the CLI lists them."""
-
-    return [int(entry["step"]) for entry in json.loads(demo.cli("list", URL, "--json"))["checkpoints"]]
+    rows = json.loads(demo.cli("list", URL, "--json"))["checkpoints"]
+    return [row["step"] for row in rows if row["committed"]]
 
 
 def await_committed(demo: Demo) -> list[int]:
@@ -195,7 +208,7 @@ def await_committed(demo: Demo) -> list[int]:
     deadline = time.monotonic() + UPLOAD_DEADLINE
     while not (steps := committed(demo)):
         if time.monotonic() > deadline:
-            raise DemoFailed("no checkpoint is committed")
+            raise DemoFailed(f"no checkpoint is committed\n{tail(demo.staging / 'server.log')}")
         time.sleep(0.2)
     return steps
 
@@ -210,7 +223,7 @@ def training(demo: Demo) -> float:
     before = await_committed(demo)
     demo.say(f"  committed: steps {', '.join(map(str, before))}")
     if KILL_AT in before:
-        demo.say(f"  step {KILL_AT} was sealed and committed although its trainer was dead")
+        demo.say(f"  step {KILL_AT}, whose save the kill hit, was committed all the same")
 
     demo.say(f"3. resumed with {RESUMED_TP.title}, to step {TP_UNTIL}")
     tp = demo.run(RESUMED_TP)
@@ -234,16 +247,16 @@ def housekeeping(demo: Demo) -> None:
     """Look at the checkpoints, verify them, prune them."""
     demo.say("5. what is in the bucket")
     demo.show("list", URL)
-    demo.show("show", URL, "latest")
-    demo.show("verify", URL, "latest")
+    demo.show("show", URL, "latest", "--limit", "8", "--staging", str(demo.staging))
+    demo.show("verify", URL, "--all", "--deep")
     before = committed(demo)
     demo.check(before[0] == STEPS, f"the last checkpoint is of step {STEPS}")
     demo.show("prune", URL, "--keep-last", "2", "--dry-run")
     demo.check(committed(demo) == before, "the dry run deleted nothing")
-    demo.show("prune", URL, "--keep-last", "2")
+    demo.show("prune", URL, "--keep-last", "2", "--yes")
     demo.show("list", URL)
     demo.check(committed(demo) == before[:2], "prune kept the newest two")
-    demo.show("verify", URL, "latest")
+    demo.show("verify", URL, "--deep")
 
 
 def stop_staging_server(staging: Path) -> None:
@@ -278,7 +291,7 @@ def main() -> int:
     try:
         with S3Server(out / "s3") as s3:
             s3.create_bucket(BUCKET)
-            environment = s3.client_environment() | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+            environment = s3.client_environment() | {"OMP_NUM_THREADS": "1", "COLUMNS": "110"}
             environment.pop("CKPT_SERVER", None)  # the demo's ranks start their own staging server
             demo = Demo(out, environment)
             demo.say(f"S3 on {s3.url}; everything else is in {out}")

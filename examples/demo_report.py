@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,8 +23,9 @@ def read_losses(path: Path) -> Losses:
 
 
 def relative(loss: float, reference: float) -> float:
-    """Return the difference relative to ``reference``."""
-    return abs(loss - reference) / abs(reference)
+    """Return the difference relative to ``reference``; infinite for NaN, which max() would skip."""
+    gap = abs(loss - reference) / abs(reference)
+    return math.inf if math.isnan(gap) else gap
 
 
 def compare(reference: Losses, lineage: Sequence[tuple[str, Losses]], every: int) -> float:
