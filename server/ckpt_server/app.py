@@ -44,6 +44,9 @@ _OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_NBYTES),
     # Two servers on one port would each get half of the calls.
     ("grpc.so_reuseport", 0),
+    # A client whose machine vanished must not hold its stream's segment for long.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
     # Clients ping through long quiet calls; that is no abuse (I122).
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),

@@ -33,7 +33,7 @@ from ckpt.storage.open import open_store
 from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import staging_pb2
 from tests.support.faultproxy import FaultProxy
-from tests.support.s3 import Ministack
+from tests.support.s3 import Ministack, Rclone
 from tests.support.sealing import World, make_world, seal
 from tests.support.server import Server, State, eventually
 
@@ -680,3 +680,21 @@ def test_whole_way_over_s3(tmp_path: Path, s3_server: Ministack) -> None:
             assert client.read_tensor(url, "weight").data == world.tensors["weight"].tobytes()
         with CatalogClient(server.target) as catalog:
             assert [row.location for row in catalog.list_checkpoints(url)] == ["both"]
+
+
+def test_a_store_that_ignores_conditions_still_gets_its_commit(tmp_path: Path, rclone_server: Rclone) -> None:
+    world = make_world()
+    url = f"s3://{rclone_server.make_bucket()}/run"
+    # rclone answers a ranged request with 200, which obstore refuses.
+    options = {"engine": "fsspec"}
+    with Server(tmp_path / "staging", environment=rclone_server.env) as server:
+        with server.client() as client:
+            reply = client.register(url, staging=server.staging, store_options=options)
+            for rank in range(world.size):
+                seal(server.staging, reply.run_key, ID, world, rank)
+                client.seal(reply.run_key, ID, rank)
+        assert not reply.conditional_put
+        server.wait_for(reply.run_key, ID)
+        assert "conditional_put=False" in server.log()
+        with server.restore() as restore:
+            assert restore.read_tensor(url, "weight").data == world.tensors["weight"].tobytes()
