@@ -34,6 +34,7 @@ __all__ = [
     "CountingStore",
     "FakeClock",
     "build_checkpoint",
+    "build_group_indexes",
     "build_segment",
     "claim",
     "group_ranks",
@@ -295,3 +296,37 @@ def _write_segment(
             table.stored_nbytes.append(len(stored))
         body += stored
     store.put_parts(key, memoryview(body), part_nbytes=CHUNK_NBYTES, concurrency=1)
+
+
+def build_group_indexes(store: Store, *, world_size: int, group_size: int, tensors: int) -> CheckpointId:
+    """Put the layout and all group indexes of a big job without any tensor data; return what to commit."""
+    ident = CheckpointId(1000, 1)
+    mesh = Mesh.from_ranks((world_size // 4, 4), ("dp", "tp"), range(world_size))
+    layouts = LayoutSet(
+        TensorLayout(
+            f"layers.{i}.w", "bfloat16", (8192, 8192), mesh, (Shard(0), Shard(1) if i % 2 else Replicate())
+        )
+        for i in range(tensors)
+    )
+    layout_digest = put_layout(store, layouts)
+    count = world_size // group_size
+    for number in range(count):
+        ranks = range(number * group_size, (number + 1) * group_size)
+        segments = [
+            disk_pb2.SegmentIndex(
+                run="run",
+                id=ident.to_proto(),
+                rank=rank,
+                world_size=world_size,
+                group=common_pb2.NodeGroup(index=number, count=count, ranks=ranks),
+                nbytes=1 << 30,
+                layout_digest=layout_digest,
+                chunks=disk_pb2.ChunkTable(
+                    chunk_nbytes=8 << 20, digests=bytes(16 * 128), object_keys=[segment_key(ident, rank)]
+                ),
+                captured_at=1.0,
+            )
+            for rank in ranks
+        ]
+        put_group_index(store, segments)
+    return ident

@@ -12,18 +12,19 @@ from ckpt.digest import Buffer, digest
 from ckpt.errors import CorruptError, UnavailableError
 from ckpt.format.ids import CheckpointId
 from ckpt.format.keys import group_key, layout_key, manifest_key, segment_key
-from ckpt.format.layout import LayoutSet, Mesh, Replicate, Shard, TensorLayout
+from ckpt.format.layout import LayoutSet, Mesh, Shard, TensorLayout
 from ckpt.format.manifest import encode_group_index, group_header
 from ckpt.ops.catalog import exists, latest, list_checkpoints, load_checkpoint, read_manifest
 from ckpt.ops.commit import CommitState, commit_delay_s, may_commit, try_commit
 from ckpt.ops.groups import put_layout
 from ckpt.storage.base import Store
-from ckpt_proto.v1 import common_pb2, disk_pb2
+from ckpt_proto.v1 import disk_pb2
 from tests.support.builders import (
     Built,
     CountingStore,
     FakeClock,
     build_checkpoint,
+    build_group_indexes,
     claim,
     memory_store,
     sample_layouts,
@@ -320,37 +321,9 @@ def test_without_conditional_put_an_existing_manifest_is_left_alone() -> None:
 
 
 def simulate(world_size: int, group_size: int, tensors: int) -> tuple[CountingStore, CheckpointId, float]:
-    """Put group indexes of a big job without any tensor data; return seconds that the commit took."""
+    """Commit a big job without any tensor data; return seconds that the commit took."""
     store = CountingStore(memory_store())
-    ident = CheckpointId(1000, 1)
-    mesh = Mesh.from_ranks((world_size // 4, 4), ("dp", "tp"), range(world_size))
-    layouts = LayoutSet(
-        TensorLayout(
-            f"layers.{i}.w", "bfloat16", (8192, 8192), mesh, (Shard(0), Shard(1) if i % 2 else Replicate())
-        )
-        for i in range(tensors)
-    )
-    layout_digest = put_layout(store, layouts)
-    count = world_size // group_size
-    for number in range(count):
-        ranks = range(number * group_size, (number + 1) * group_size)
-        segments = [
-            disk_pb2.SegmentIndex(
-                run="run",
-                id=ident.to_proto(),
-                rank=rank,
-                world_size=world_size,
-                group=common_pb2.NodeGroup(index=number, count=count, ranks=ranks),
-                nbytes=1 << 30,
-                layout_digest=layout_digest,
-                chunks=disk_pb2.ChunkTable(
-                    chunk_nbytes=8 << 20, digests=bytes(16 * 128), object_keys=[segment_key(ident, rank)]
-                ),
-                captured_at=1.0,
-            )
-            for rank in ranks
-        ]
-        store.put(group_key(ident, number, count), encode_group_index(group_header(segments), segments))
+    ident = build_group_indexes(store, world_size=world_size, group_size=group_size, tensors=tensors)
     store.reset()
     started = time.perf_counter()
     assert try_commit(store, ident, clock=FakeClock()).state is CommitState.COMMITTED

@@ -1,0 +1,1 @@
+"""Measurements next to the limits of the machine: ``python -m benchmarks [NAME ...] [--quick]``."""
