@@ -128,14 +128,18 @@ class Connection:
     def stream(
         self, method: Callable[..., Any], request: object, *, timeout_s: float | None = None
     ) -> Iterator[Any]:
-        """Make a server-streaming call; yields the replies. Leaving early cancels it. Raises CkptError."""
+        """Begin a server-streaming call; returns the replies. Leaving early cancels it. Raises CkptError."""
         call = method(request, timeout=timeout_s or self.timeout_s, metadata=self._metadata)
-        try:
-            yield from call
-        except grpc.RpcError as error:
-            raise error_from_rpc(error, target=self.target, method=_name(method)) from error
-        finally:
-            call.cancel()
+        return _replies(call, self.target, _name(method))
+
+
+def _replies(call: Any, target: str, method: str) -> Iterator[Any]:
+    try:
+        yield from call
+    except grpc.RpcError as error:
+        raise error_from_rpc(error, target=target, method=method) from error
+    finally:
+        call.cancel()
 
 
 def _name(method: object) -> str:

@@ -25,7 +25,7 @@ __all__ = ["RestoreService", "row_blocks"]
 M = TypeVar("M", bound=Message)
 
 # Bytes of a tensor held at once; larger ones are read block by block.
-_BLOCK_NBYTES = 256 * 1024 * 1024
+_BLOCK_NBYTES = 64 * 1024 * 1024
 
 
 class RestoreService(restore_pb2_grpc.RestoreServicer):
