@@ -16,7 +16,7 @@ __all__ = ["describe", "details_of", "problem_of"]
 
 def problem_of(error: CkptError) -> Problem:
     """Return ``error`` as a record; context values become text, as they do on the wire."""
-    context = {key: str(value) for key, value in error.context.items()}
+    context = {key: str(value) for key, value in sorted(error.context.items())}  # the wire keeps no order
     return Problem(kind=type(error).__name__, code=error.code, message=error.message, context=context)
 
 

@@ -18,8 +18,6 @@ from ckpt.format.ids import CheckpointId, split_run_url
 from ckpt.ops.attempts import newest_attempt
 from ckpt.ops.catalog import CheckpointInfo, latest, list_checkpoints, load_checkpoint, read_manifest, resolve
 from ckpt.ops.pins import is_pinned, list_pins, pin, unpin
-from ckpt.ops.prune import execute_prune, plan_deletion, plan_retention
-from ckpt.ops.verify import verify_deep, verify_quick
 from ckpt.plan.retention import Verdict, newest_first
 from ckpt.storage.base import Store
 from ckpt.storage.open import open_store
@@ -94,6 +92,9 @@ class DirectBackend:
         )
 
     def verify(self, url: str, checkpoint: str, *, deep: bool, on_bytes: OnBytes) -> Verified:
+        # Here, and in the two below: they load numpy, which a listing should not wait for.
+        from ckpt.ops.verify import verify_deep, verify_quick
+
         store = self._store(url)
         ident = resolve(store, checkpoint)
         checked = 0
@@ -111,6 +112,8 @@ class DirectBackend:
         return Verified(checkpoint=str(ident), checked_nbytes=checked, problems=list(map(problem_of, found)))
 
     def plan_prune(self, url: str, policy: Policy) -> PrunePlan:
+        from ckpt.ops.prune import execute_prune, plan_deletion, plan_retention
+
         store = self._store(url)
         if policy.checkpoints:
             verdicts = plan_deletion(store, [resolve(store, text) for text in policy.checkpoints])
@@ -121,6 +124,8 @@ class DirectBackend:
         return PrunePlan(verdicts=rows, objects=report.deleted_objects)
 
     def prune(self, url: str, plan: PrunePlan, on_deleted: OnDeleted) -> int:
+        from ckpt.ops.prune import execute_prune
+
         verdicts = [
             Verdict(CheckpointId.parse(row.checkpoint), keep=row.keep, reason=row.reason)
             for row in plan.verdicts

@@ -22,9 +22,7 @@ def list_command(
     url: UrlArgument,
     *,
     limit: Annotated[int, typer.Option(min=0, metavar="N", help="Show the newest N.")] = 20,
-    show_all: Annotated[
-        bool, typer.Option("--all", help="Show every one; sizes only for the newest --limit.")
-    ] = False,
+    show_all: Annotated[bool, typer.Option("--all", help="Show every one; sizes only with --long.")] = False,
     long: Annotated[
         bool, typer.Option("--long", help="Read the manifest of everything shown; more columns.")
     ] = False,
@@ -34,6 +32,8 @@ def list_command(
 ) -> None:
     """List the checkpoints of a run, newest first.
 
+    With --json every one is listed; "details" is null where the manifest was not read.
+
     Marks: latest (what a restore would choose), pinned, local (also in the staging directory), staged
     (only there: not committed yet), damaged (its manifest cannot be read).
     """
@@ -42,7 +42,7 @@ def list_command(
     try:
         listing = backend.listing(url)
         shown = listing.rows if show_all or output.json else listing.rows[:limit]
-        wanted = [row.checkpoint for row in (shown if long else shown[:limit]) if row.committed]
+        wanted = [row.checkpoint for row in _detailed(shown, limit, show_all, long) if row.committed]
         details = backend.details(url, wanted)
     finally:
         backend.close()
@@ -86,6 +86,13 @@ def runs_command(
             [(run.run, f"{run.checkpoints:,}", run.latest or "-", run.url) for run in found],
         )
     print_line(counted(len(found), "run"))
+
+
+def _detailed(shown: list[Row], limit: int, show_all: bool, long: bool) -> list[Row]:
+    """Return the rows whose manifest is worth reading: that costs a request each."""
+    if long:
+        return shown
+    return [] if show_all else shown[:limit]
 
 
 def _print_json(url: str, listing: Listing, details: dict[str, Details | CkptError]) -> None:

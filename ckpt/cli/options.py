@@ -220,7 +220,7 @@ def _report(error: CkptError, output: OutputOptions) -> None:
     if output.debug:
         console.print("".join(traceback.format_exception(error)), end="")
     console.print(f"error: {error.message}", style="red")
-    for key, value in error.context.items():
+    for key, value in sorted(error.context.items()):  # the wire keeps no order
         console.print(f"  {key}: {value}")
     if hint := _hint(error):
         console.print(f"  try: {hint}")

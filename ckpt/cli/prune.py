@@ -132,11 +132,10 @@ def _print_result(url: str, plan: PrunePlan, objects: int, output: OutputOptions
             }
         )
         return
+    what = counted(len(plan.condemned), "checkpoint")
     if not plan.condemned:
         print_line("nothing to delete")
     elif dry_run:
-        print_line(
-            f"dry run: {counted(len(plan.condemned), 'checkpoint')} ({counted(plan.objects, 'object')}) would be deleted"
-        )
+        print_line(f"dry run: {what} ({counted(plan.objects, 'object')}) would be deleted")
     else:
-        print_line(f"{counted(len(plan.condemned), 'checkpoint')} ({counted(objects, 'object')}) deleted")
+        print_line(f"{what} ({counted(objects, 'object')}) deleted")
