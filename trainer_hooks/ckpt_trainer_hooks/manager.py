@@ -51,7 +51,7 @@ class CheckpointManager:
     commits it. No save uses a collective or waits for disk, network, another rank or the server.
 
     Args:
-        url: of the run, named by its last component: ``s3://bucket/llama-8b``, ``file:///ckpts/run1``, a path.
+        url: of the run, whose last component is its name: ``s3://bucket/llama-8b``, or a path.
         model: a module, wrapped or not (DDP, FSDP2, TP, compile).
         optimizer: over the model's parameters.
         lr_scheduler: anything with state_dict and load_state_dict.
@@ -83,7 +83,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        url: str,
+        url: str | os.PathLike[str],
         *,
         model: torch.nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
@@ -108,7 +108,7 @@ class CheckpointManager:
         _check_choice("mode", mode, ("auto", "overlapped", "blocking"))
         _check_choice("on_busy", on_busy, ("wait", "skip", "fail"))
         _check_choice("on_error", on_error, ("raise", "warn"))
-        self._config = _run_config(url, store_options, keep_last, keep_every, keep_local)
+        self._config = _run_config(os.fspath(url), store_options, keep_last, keep_every, keep_local)
         self.run = split_run_url(self._config.url)[1]
         self._agreement = Agreement(timeout_s)
         rank = self._agreement.rank
@@ -210,9 +210,9 @@ class CheckpointManager:
             A handle with ``staging_completion``, ``local_completion`` and ``upload_completion``.
 
         Raises:
-            InvalidInputError: something in the state cannot be stored; nothing was written.
-            RefusedError: the run has checkpoints and :meth:`restore` was not called; or ``step`` is not above
-                the last one saved.
+            InvalidInputError: something in the state cannot be stored, or :meth:`restore` was never called;
+                nothing was written.
+            RefusedError: ``step`` is not above the last one saved.
             BusyError: the save before is still being written and ``on_busy`` is "fail".
             CkptError: background work has failed since the last call and ``on_error`` is "raise".
         """
@@ -236,7 +236,7 @@ class CheckpointManager:
 
     @property
     def attempt(self) -> int | None:
-        """Number of this start of the run; None before restore() or the first save."""
+        """Number of this start of the run; None before restore()."""
         return self._attempt
 
     def latest_step(self) -> int | None:
@@ -301,8 +301,13 @@ class CheckpointManager:
     def _save(self, step: int) -> SaveHandle:
         if self._closed:
             raise InvalidInputError("the manager is closed")
-        self._ensure_attempt()
-        assert self._attempt is not None
+        if self._attempt is None:
+            # Not done here: it talks to the store and to other ranks, and a save does neither.
+            raise InvalidInputError(
+                "call restore() before the first save, also for a fresh run: it gives this start of the run "
+                "its number, and keeps it from beginning over existing checkpoints by accident",
+                code="not-started",
+            )
         ident = CheckpointId(step, self._attempt)
         if self._last_saved is not None and step <= self._last_saved:
             raise RefusedError(
@@ -371,25 +376,6 @@ class CheckpointManager:
         self._attempt = claim(self._agreement, self._config.url, self._config.store_options, parent)
         self._parent = parent
         self._last_saved = None
-
-    def _ensure_attempt(self) -> None:
-        """A save without restore() before it: only a run without checkpoints may start like that."""
-        if self._attempt is not None:
-            return
-        self._begin_session()
-
-        def refuse_existing() -> None:
-            found = self.latest_step()
-            if found is not None:
-                raise RefusedError(
-                    "the run has checkpoints: call restore() first, or restore(start_over=True)",
-                    code="existing",
-                    url=self._config.url,
-                    latest=found,
-                )
-
-        self._agreement.decide("fresh", refuse_existing)
-        self._begin_attempt(None)
 
     def _fence_optimizers(self) -> list[Any]:
         hooks = []
