@@ -83,11 +83,16 @@ def is_wrapper_step(module: torch.nn.Module, child: str) -> bool:
 
     Wrappers by type, never by name: DDP's ``module``, torch.compile's ``_orig_mod`` and activation
     checkpointing's ``_checkpoint_wrapped_module``. A user's own attribute of such a name stays in the FQN.
+    Base classes count, because ``fully_shard`` gives a wrapper a class derived from its own.
     """
     if child == "module":
         return isinstance(module, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel)
     if child == "_orig_mod":
-        return type(module).__name__ == "OptimizedModule"
+        return _is_a(module, "OptimizedModule")
     if child == "_checkpoint_wrapped_module":
-        return type(module).__name__ in ("CheckpointWrapper", "OffloadWrapper")
+        return _is_a(module, "CheckpointWrapper", "OffloadWrapper")
     return False
+
+
+def _is_a(module: torch.nn.Module, *names: str) -> bool:
+    return any(cls.__name__ in names for cls in type(module).__mro__)

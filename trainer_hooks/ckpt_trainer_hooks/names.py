@@ -9,7 +9,7 @@ import torch
 from ckpt.errors import InvalidInputError
 from ckpt_trainer_hooks.compat import is_wrapper_step
 
-__all__ = ["MODEL_ITEM", "canonical_names", "parameter_names"]
+__all__ = ["MODEL_ITEM", "canonical_names", "owned_tensors", "parameter_names"]
 
 MODEL_ITEM = "model"  # parameters of the item of this name need no prefix in optimizer names
 
@@ -43,6 +43,18 @@ def _strip(root: torch.nn.Module, name: str) -> str:
             kept.append(part)
         module = module._modules.get(part) if module is not None else None
     return ".".join(kept)
+
+
+def owned_tensors(module: torch.nn.Module, *, buffers: bool = True) -> dict[str, torch.Tensor]:
+    """Map FQNs to the parameters (and buffers) themselves.
+
+    By canonical name, because ``state_dict()`` strips the checkpoint wrapper's component from its keys
+    and ``named_parameters()`` does not.
+    """
+    raw: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    if buffers:
+        raw |= dict(module.named_buffers(remove_duplicate=False))
+    return {fqn: raw[name] for name, fqn in canonical_names(module, list(raw)).items()}
 
 
 def parameter_names(modules: Mapping[str, torch.nn.Module]) -> dict[int, str]:

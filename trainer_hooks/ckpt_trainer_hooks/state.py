@@ -3,7 +3,8 @@
 What is in the values (docs/format.md, "State values"):
 
     {"items": {<item>: {"kind": "module",    "extra": {...}}
-                       {"kind": "optimizer", "type": .., "groups": [..], "scalars": {<fqn>: {..}}}
+                       {"kind": "optimizer", "type": .., "groups": [..], "scalars": {<fqn>: {..}},
+                        "common": {..}}
                        {"kind": "stateful",  "state": <tree>}
                        {"kind": "plain",     "value": <tree>}},
      "aliases": {<tensor name>: <the name it is stored under>}}
@@ -29,13 +30,16 @@ from ckpt.errors import InvalidInputError
 from ckpt.format.values import encode_value
 from ckpt_proto.v1 import common_pb2
 from ckpt_trainer_hooks.layout import LayoutBuilder, Placed
-from ckpt_trainer_hooks.names import canonical_names, parameter_names
+from ckpt_trainer_hooks.names import canonical_names, owned_tensors, parameter_names
 from ckpt_trainer_hooks.rng import capture_rng
 
-__all__ = ["FlatState", "ItemKind", "Leaf", "TrainState", "environment"]
+__all__ = ["FlatState", "ItemKind", "Leaf", "TrainState", "environment", "is_tensor_entry"]
 
 
 _PATH_PART = re.compile(r"""\[['"](.*?)['"]\]|\[([^\]]*)\]""")
+
+
+_EXTRA_STATE = "_extra_state"  # torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 
 class ItemKind(StrEnum):
@@ -101,6 +105,8 @@ class TrainState:
         if not self.items:
             raise InvalidInputError("nothing to checkpoint: pass at least a model")
         self.kinds = {name: _kind(name, item) for name, item in self.items.items()}
+        if unknown := set(per_rank) - items.keys():
+            raise InvalidInputError("per_rank names items that are not there", items=sorted(unknown))
         self.per_rank = frozenset(per_rank) & self.items.keys()
         for name in self.per_rank:
             if self.kinds[name] in (ItemKind.MODULE, ItemKind.OPTIMIZER):
@@ -160,12 +166,12 @@ class _Flattening:
 
     def _module(self, item: str, module: torch.nn.Module) -> dict[str, Any]:
         state = module.state_dict()
-        parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        parameters = owned_tensors(module, buffers=False)
         extra = {}
         for raw, fqn in canonical_names(module, list(state)).items():
             value = state[raw]
-            if isinstance(value, torch.Tensor):
-                self._add_unless_alias(f"{item}.{fqn}", value, deferred=raw in parameters)
+            if is_tensor_entry(fqn, value):
+                self._add_unless_alias(f"{item}.{fqn}", value, deferred=fqn in parameters)
             else:
                 extra[fqn] = value
         return {"kind": str(ItemKind.MODULE), "extra": extra}
@@ -184,8 +190,15 @@ class _Flattening:
                         self._add(f"{item}.{fqn}.{key}", value, deferred=True)
                     else:
                         scalars.setdefault(fqn, {})[key] = value
-        kind = str(ItemKind.OPTIMIZER)
-        return {"kind": kind, "type": type(optimizer).__name__, "groups": groups, "scalars": scalars}
+        state: Mapping[Any, Any] = optimizer.state  # keys of its own beside the parameters
+        common = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+        return {
+            "kind": str(ItemKind.OPTIMIZER),
+            "type": type(optimizer).__name__,
+            "groups": groups,
+            "scalars": scalars,
+            "common": common,
+        }
 
     def _stateful(self, item: str, stateful: Any) -> dict[str, Any]:
         return {"kind": str(ItemKind.STATEFUL), "state": stateful.state_dict()}
@@ -223,6 +236,8 @@ class _Flattening:
                 local.stride(),
                 local.dtype,
                 local.device,
+                local.is_conj(),
+                local.is_neg(),
                 placed.layout.global_shape,
             )
             first = self._storages.setdefault(key, name)
@@ -239,6 +254,14 @@ class _Flattening:
             raise InvalidInputError("two tensors have one name", tensor=name)
         self._names.add(name)
         self._flat.leaves.append(Leaf(placed, deferred))
+
+
+def is_tensor_entry(fqn: str, value: object) -> bool:
+    """Whether an entry of a module's state dict goes into the tensor of that name, and not to a setter.
+
+    A module's extra state may be a tensor too (serialized bytes), of another size at each save.
+    """
+    return isinstance(value, torch.Tensor) and fqn.rpartition(".")[2] != _EXTRA_STATE
 
 
 def _dotted(path: str) -> str:

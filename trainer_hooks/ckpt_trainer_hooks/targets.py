@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import torch
 
 from ckpt.errors import InvalidInputError
+from ckpt.events import event, get_logger
 from ckpt.format.layout import LayoutSet, TensorLayout, local_region
 from ckpt.format.values import decode_value
 from ckpt.geometry import Region
@@ -16,10 +19,14 @@ from ckpt.plan.read import Want
 from ckpt_proto.v1 import common_pb2
 from ckpt_trainer_hooks.compat import as_dtensor, local_tensor
 from ckpt_trainer_hooks.layout import torch_dtype
-from ckpt_trainer_hooks.names import canonical_names, parameter_names
-from ckpt_trainer_hooks.state import ItemKind, TrainState
+from ckpt_trainer_hooks.names import canonical_names, owned_tensors, parameter_names
+from ckpt_trainer_hooks.state import ItemKind, TrainState, is_tensor_entry
 
 __all__ = ["Mismatch", "RestoreTargets", "collect_targets"]
+
+_log = get_logger("restore")
+# 0-dim state that torch's optimizers keep on the CPU unless the group is capturable or fused.
+_HOST_STATE = ("step", "mu_product")
 
 
 @dataclass(slots=True)
@@ -134,24 +141,27 @@ class _Collector:
 
     def _module(self, item: str, module: torch.nn.Module, saved: Mapping[str, Any]) -> None:
         live = module.state_dict()
-        owners: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-        owners |= dict(module.named_buffers(remove_duplicate=False))
-        emitted: dict[str, Any] = {}
+        owners = owned_tensors(module)
+        emitted: OrderedDict[str, Any] = OrderedDict()
+        extra = dict(saved["extra"])
         for raw, fqn in canonical_names(module, list(live)).items():
             value = live[raw]
-            if not isinstance(value, torch.Tensor):
-                if fqn in saved["extra"]:
-                    emitted[raw] = saved["extra"][fqn]
+            if not is_tensor_entry(fqn, value):
+                if fqn in extra:
+                    emitted[raw] = extra.pop(fqn)
                 else:
                     self._result.mismatch.missing.append(f"{item}.{fqn}")
                 continue
-            owner = owners.get(raw)
+            owner = owners.get(fqn)
             if owner is not None and local_of(owner).data_ptr() == local_of(value).data_ptr():
                 self._into(f"{item}.{fqn}", value)
             else:  # a state-dict hook made it; what is written into it would be lost
                 emitted[raw] = value.clone()
                 self._into(f"{item}.{fqn}", emitted[raw])
+        self._result.mismatch.unexpected += [f"{item}.{fqn}" for fqn in extra]
         if emitted:
+            # Modules look up in it which version of themselves wrote the entries.
+            emitted._metadata = getattr(live, "_metadata", {})  # type: ignore[attr-defined]
             self._result.apply.append(lambda: _load_emitted(module, emitted))
 
     def _optimizer(self, item: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
@@ -166,8 +176,38 @@ class _Collector:
             tensor = self._state_tensor(name, parameter, live, optimizer, key)
             loaded.setdefault(fqn, {})[key] = tensor
             self._into(name, tensor)
-        groups = saved["groups"]
-        self._result.apply.append(lambda: _set_optimizer(optimizer, parameters, loaded, groups, names))
+        kind = type(optimizer).__name__
+        if saved["type"] != kind:
+            event(
+                _log, logging.WARNING, "restore.optimizer_differs", item=item, saved=saved["type"], live=kind
+            )
+        groups = self._groups(item, optimizer, names, saved["groups"])
+        listed = {fqn for group in saved["groups"] for fqn in group["params"]}
+        self._result.mismatch.unexpected += [
+            f"{item}.{fqn} (in a group)" for fqn in sorted(listed - parameters.keys())
+        ]
+        known = {fqn: parameter for fqn, parameter in parameters.items() if fqn in listed}
+        common = saved["common"]
+        self._result.apply.append(lambda: _set_optimizer(optimizer, known, loaded, groups, common))
+
+    def _groups(
+        self,
+        item: str,
+        optimizer: torch.optim.Optimizer,
+        names: Mapping[int, str],
+        saved: list[dict[str, Any]],
+    ) -> list[dict[str, Any]]:
+        """The saved options of each live group, by the names in it."""
+        found: list[dict[str, Any]] = []
+        for number, group in enumerate(optimizer.param_groups):
+            fqns = [names.get(id(p), "") for p in group["params"]]
+            match = _matching_group(fqns, number, saved)
+            if match is None:
+                self._result.mismatch.missing.append(
+                    f"{item} group {number} (its parameters, {', '.join(fqns[:3])} ..., were in other groups)"
+                )
+            found.append({} if match is None else match["options"])
+        return found
 
     def _state_tensor(
         self, name: str, parameter: torch.Tensor, live: object, optimizer: torch.optim.Optimizer, key: str
@@ -181,10 +221,12 @@ class _Collector:
             and live.dtype == dtype
         ):
             return live
+        if key in _HOST_STATE and layout.global_shape == ():  # also where the parameter is 0-dim
+            on_device = _keeps_step_on_device(optimizer, parameter)
+            return torch.zeros((), dtype=dtype, device=parameter.device if on_device else "cpu")
         if tuple(parameter.shape) == layout.global_shape:
             return torch.zeros_like(parameter.detach(), dtype=dtype)
-        on_device = layout.global_shape != () or _keeps_step_on_device(optimizer, parameter)
-        return torch.zeros(layout.global_shape, dtype=dtype, device=parameter.device if on_device else "cpu")
+        return torch.zeros(layout.global_shape, dtype=dtype, device=parameter.device)
 
     def _stateful(self, item: str, stateful: Any, saved: Mapping[str, Any]) -> None:
         self._result.apply.append(lambda: stateful.load_state_dict(saved["state"]))
@@ -265,7 +307,7 @@ def _set_optimizer(
     parameters: Mapping[str, torch.Tensor],
     loaded: Mapping[str, Mapping[str, Any]],
     groups: list[dict[str, Any]],
-    names: Mapping[int, str],
+    common: Mapping[str, Any],
 ) -> None:
     """Put state and group options in place by name, without the optimizer's own loader, which casts.
 
@@ -276,9 +318,9 @@ def _set_optimizer(
             optimizer.state[parameter] = dict(loaded[fqn])
         else:
             optimizer.state.pop(parameter, None)  # it never had a gradient
-    for number, group in enumerate(optimizer.param_groups):
-        saved = _matching_group([names.get(id(p), "") for p in group["params"]], number, groups)
-        for key, value in saved["options"].items():
+    optimizer.state.update(common)  # type: ignore[arg-type]  # keys of the optimizer's own
+    for group, options in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in options.items():
             live = group.get(key)
             if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
                 live.copy_(value)  # a tensor lr may be captured in a graph
@@ -286,7 +328,7 @@ def _set_optimizer(
                 group[key] = value
 
 
-def _matching_group(fqns: list[str], number: int, groups: list[dict[str, Any]]) -> dict[str, Any]:
+def _matching_group(fqns: list[str], number: int, groups: list[dict[str, Any]]) -> dict[str, Any] | None:
     wanted = set(fqns)
     for saved in groups:
         if wanted and set(saved["params"]) == wanted:
@@ -296,11 +338,7 @@ def _matching_group(fqns: list[str], number: int, groups: list[dict[str, Any]]) 
         return overlap[0]
     if number < len(groups) and not wanted and not groups[number]["params"]:
         return groups[number]
-    raise InvalidInputError(
-        "a parameter group has no counterpart in the checkpoint: its parameters were in other groups",
-        group=number,
-        parameters=fqns[:5],
-    )
+    return None
 
 
 def _load_emitted(module: torch.nn.Module, emitted: dict[str, Any]) -> None:

@@ -1,0 +1,101 @@
+"""A snapshot taken into an arena and restored from there: all of the hooks that needs no process."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ckpt.format.layout import LayoutSet
+from ckpt.format.segment import CHUNK_NBYTES, chunk_range
+from ckpt.format.values import decode_value
+from ckpt.plan.read import plan_chunks, plan_read
+from ckpt_proto.v1 import common_pb2
+from ckpt_trainer_hooks.arena import Arena, arena_nbytes
+from ckpt_trainer_hooks.layout import LayoutBuilder, torch_dtype
+from ckpt_trainer_hooks.rng import restore_rng
+from ckpt_trainer_hooks.snapshot import Binding, plan_snapshot
+from ckpt_trainer_hooks.state import TrainState
+from ckpt_trainer_hooks.targets import RestoreTargets, collect_targets
+
+__all__ = ["Taken", "put_back", "put_back_rng", "take", "train_state"]
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a checkpoint of one rank consists of.
+
+    Attributes:
+        layouts: of every stored tensor.
+        image: the segment file.
+        entries: tensor entries of the index, by name.
+        deferred: names of the tensors that an overlapped save copies later.
+        values: SegmentIndex.state.
+        rank_values: SegmentIndex.rank_state.
+    """
+
+    layouts: LayoutSet
+    image: bytes
+    entries: Mapping[str, object]
+    deferred: frozenset[str]
+    values: common_pb2.Value
+    rank_values: common_pb2.Value
+
+
+def train_state(per_rank: Collection[str] = (), **items: object) -> TrainState:
+    """The only rank's state."""
+    return TrainState(items, LayoutBuilder(0, 1), rank=0, per_rank=per_rank)
+
+
+def take(state: TrainState) -> Taken:
+    """Flatten and copy all of ``state``."""
+    flat = state.flatten()
+    plan = plan_snapshot(flat.leaves, 0)
+    with Arena(max(1, arena_nbytes(plan.save.nbytes, 0, 0))) as arena:
+        binding = Binding(plan, arena)
+        for deferred in (False, True):
+            copies = binding.copies(flat.leaves, deferred=deferred)
+            copies.run()
+            copies.check_unchanged()
+        image = bytes(arena.view[: plan.save.nbytes])
+        del binding, copies
+    return Taken(
+        layouts=LayoutSet.decode(plan.layout_bytes),
+        image=image,
+        entries={entry.name: entry for entry in plan.save.tensor_entries()},
+        deferred=frozenset(leaf.placed.layout.name for leaf in flat.leaves if leaf.deferred),
+        values=common_pb2.Value.FromString(flat.values.SerializeToString()),
+        rank_values=common_pb2.Value.FromString(flat.rank_values.SerializeToString()),
+    )
+
+
+def put_back(taken: Taken, state: TrainState, *, strict: bool = True) -> RestoreTargets:
+    """Write ``taken`` into the live objects of ``state``.
+
+    Raises:
+        InvalidInputError: it does not fit; nothing was changed.
+    """
+    targets = collect_targets(state, taken.layouts, taken.values, taken.rank_values)
+    targets.mismatch.raise_if_any(strict=strict)
+    plan = plan_read(taken.layouts, targets.wants)
+    for pieces in plan.by_rank.values():
+        chunks = plan_chunks(taken.entries, pieces, CHUNK_NBYTES, len(taken.image))  # type: ignore[arg-type]
+        for number, copies in chunks.items():
+            start, stop = chunk_range(number, len(taken.image), CHUNK_NBYTES)
+            for copy in copies:
+                raw = np.frombuffer(taken.image[start:stop], np.uint8).copy()[copy.offset :]
+                dtype = torch_dtype(copy.dtype)
+                source = torch.from_numpy(raw)[: copy.count * dtype.itemsize].clone().view(dtype)
+                with torch.no_grad():
+                    target = targets.tensors[copy.target]
+                    target[copy.dst_slices()].copy_(source.view(copy.shape)[copy.src_slices()])
+    for apply in targets.apply:
+        apply()
+    return targets
+
+
+def put_back_rng(taken: Taken) -> None:
+    """Set this process's generators as they were when ``taken`` was."""
+    restore_rng(decode_value(taken.rank_values, leaf=lambda _: None)["rng"])
