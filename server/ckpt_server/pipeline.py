@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 from collections.abc import Callable
 
 from ckpt.clock import Clock
 from ckpt.errors import CkptError, TimeoutExceededError
 from ckpt.events import event, get_logger
-from ckpt.format.ids import CheckpointId
+from ckpt.format.ids import MAX_ATTEMPT, CheckpointId
 from ckpt.ops.catalog import exists
 from ckpt.ops.commit import CommitState, commit_delay_s, try_commit
 from ckpt.ops.groups import list_groups
@@ -36,6 +37,9 @@ _RETRY_MOST_S = 60.0
 _POLL_FIRST_S = 1.0
 _STAND_IN_FIRST_S = 5.0
 _POLL_MOST_S = 60.0
+# Around every step's priority, which begins with its attempt.
+_FIRST = (0,)
+_LAST = (MAX_ATTEMPT + 1,)
 
 
 class _Retried:
@@ -99,7 +103,7 @@ class Pipeline:
             except CkptError as error:  # whoever needs the answer asks again
                 event(_log, logging.WARNING, "store.probe_failed", run=run.key, error=error)
 
-        run.control.add("probe", self._retried(run, None, work), priority=(-1,))
+        run.control.add("probe", self._retried(run, None, work), priority=_FIRST)
 
     def upload(self, run: Run, ident: CheckpointId, rank: int) -> None:
         """Queue one segment."""
@@ -191,15 +195,20 @@ class Pipeline:
 
         def local() -> None:
             retention.retain_local(
-                self._staging, run, self._table, now=self._clock.now(), grace_s=self._settings.abandon_grace_s
+                self._staging,
+                run,
+                self._table,
+                now=self._clock.now(),
+                grace_s=self._settings.abandon_grace_s,
+                free_nbytes=shutil.disk_usage(self._staging.path).free,
             )
 
         def in_store() -> None:
             retention.retain_remote(run)
 
-        run.control.add("retain-local", self._retried(run, None, local), priority=(1,))
+        run.control.add("retain-local", self._retried(run, None, local), priority=_FIRST)
         if remote and run.config.keep_last > 0:
-            run.control.add("retain-remote", self._retried(run, None, in_store), priority=(2,))
+            run.control.add("retain-remote", self._retried(run, None, in_store), priority=_LAST)
 
     def _retried(self, run: Run, ident: CheckpointId | None, work: Callable[[], float | None]) -> _Retried:
         def waiting(error: CkptError) -> None:

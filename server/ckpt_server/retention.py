@@ -20,6 +20,8 @@ _Status = staging_pb2.StepStatus
 
 # Records of steps that are no longer here, kept so that a late watcher still hears how they ended.
 _REMEMBERED = 256
+# Beside the next save, bytes: indexes, markers and what else the disk holds.
+_HEADROOM_NBYTES = 64 * 1024 * 1024
 
 
 def overtaken(ident: CheckpointId, committed: list[CheckpointId]) -> bool:
@@ -31,12 +33,14 @@ def overtaken(ident: CheckpointId, committed: list[CheckpointId]) -> bool:
 
 
 def retain_local(
-    staging: StagingDir, run: Run, table: StepTable, *, now: float, grace_s: float
+    staging: StagingDir, run: Run, table: StepTable, *, now: float, grace_s: float, free_nbytes: int
 ) -> list[CheckpointId]:
     """Delete committed steps beyond the newest ``keep_local``, and steps that can never commit.
 
     A step that is sealed here and not committed is never deleted, unless it is older than ``grace_s``
     and overtaken, and either a rank of this node never sealed it, or all this node owed it is in the store.
+    Where the next save would not fit into ``free_nbytes``, only the newest committed step stays: a save that
+    fails is worse than a restart that reads from the store.
 
     Returns:
         What was deleted.
@@ -46,7 +50,7 @@ def retain_local(
     """
     here = staging.checkpoints(run.key)
     committed = newest_first([ident for ident in here if staging.is_committed(run.key, ident)])
-    gone = committed[max(1, run.config.keep_local) :]
+    gone = committed[_keep_count(run, table, free_nbytes) :]
     for ident in here:
         if (
             ident not in committed
@@ -61,6 +65,15 @@ def retain_local(
         event(_log, logging.INFO, "retain.local", run=run.key, checkpoint=ident)
     _forget_old(table, run.key, set(here) - set(gone))
     return gone
+
+
+def _keep_count(run: Run, table: StepTable, free_nbytes: int) -> int:
+    wanted = max(1, run.config.keep_local)
+    largest = max((sum(record.nbytes.values()) for record in table.records(run.key)), default=0)
+    if wanted == 1 or free_nbytes >= largest + _HEADROOM_NBYTES:
+        return wanted
+    event(_log, logging.WARNING, "retain.low_space", run=run.key, free=free_nbytes, next_save=largest)
+    return 1
 
 
 def retain_remote(run: Run) -> int:

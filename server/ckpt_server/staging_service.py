@@ -100,7 +100,7 @@ class StagingService(staging_pb2_grpc.StagingServicer):
         self, request: staging_pb2.StatusRequest, context: grpc.ServicerContext
     ) -> staging_pb2.StatusResponse:
         records = self._table.records(request.run_key)
-        waiting = [record.sealed_at for record in records if record.is_pending and record.sealed_at]
+        waiting = [record.sealed_at for record in records if record.is_owed and record.sealed_at]
         return staging_pb2.StatusResponse(
             steps=[record.to_proto() for record in records],
             server_version=self._version,

@@ -18,7 +18,12 @@ __all__ = ["StepKey", "StepRecord", "StepTable"]
 StepKey = tuple[str, CheckpointId]
 
 _Status = staging_pb2.StepStatus
-_PENDING = (_Status.STATE_SEALING, _Status.STATE_UPLOADING, _Status.STATE_UPLOADED)
+_OWED = (
+    _Status.STATE_SEALING,
+    _Status.STATE_UPLOADING,
+    _Status.STATE_UPLOADED,
+    _Status.STATE_FAILED,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +50,9 @@ class StepRecord:
     error: CkptError | None = None
 
     @property
-    def is_pending(self) -> bool:
-        """Whether work of this server or of others is still expected."""
-        return self.state in _PENDING
+    def is_owed(self) -> bool:
+        """Whether it is sealed here and may still be committed, by itself or after somebody's help."""
+        return self.state in _OWED
 
     @property
     def is_failed(self) -> bool:

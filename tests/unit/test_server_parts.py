@@ -7,6 +7,7 @@ import os
 import subprocess
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +17,11 @@ from ckpt.clock import SystemClock
 from ckpt.errors import CkptError, InvalidInputError, UnavailableError
 from ckpt.format.ids import CheckpointId
 from ckpt.geometry import Box
-from ckpt.storage.staging import StagingDir
+from ckpt.storage.staging import RunConfig, StagingDir
 from ckpt_proto.v1 import common_pb2, staging_pb2
 from ckpt_server.restore_service import row_blocks
-from ckpt_server.retention import overtaken
+from ckpt_server.retention import overtaken, retain_local
+from ckpt_server.runs import Run, Runs
 from ckpt_server.settings import Settings
 from ckpt_server.steps import StepRecord, StepTable
 from ckpt_server.trainers import announce, living
@@ -209,6 +211,45 @@ def test_only_the_newer_of_this_or_a_newer_attempt_overtakes() -> None:
     assert not overtaken(CheckpointId(30, 2), committed)
     assert not overtaken(CheckpointId(10, 3), committed)
     assert not overtaken(CheckpointId(10, 1), [])
+
+
+def committed_run(tmp_path: Path, steps: tuple[int, ...]) -> tuple[StagingDir, Run, StepTable]:
+    """A run whose steps are all committed, 100 bytes each."""
+    staging = StagingDir(tmp_path).ensure()
+    run = Runs(staging, workers=1, clock=SystemClock()).register(
+        RunConfig(url="memory://x/run", keep_local=3)
+    )
+    table = StepTable()
+    for step in steps:
+        ident = CheckpointId(step, 1)
+        staging.make_checkpoint_dir(run.key, ident)
+        staging.mark_committed(run.key, ident)
+        table.observe(replace(seen(0), run_key=run.key, ident=ident, nbytes={0: 1 << 30}))
+    return staging, run, table
+
+
+def test_local_retention_gives_way_when_the_next_save_would_not_fit(tmp_path: Path) -> None:
+    staging, run, table = committed_run(tmp_path, (10, 20, 30, 40))
+    roomy = retain_local(staging, run, table, now=0.0, grace_s=0.0, free_nbytes=2 << 30)
+    tight = retain_local(staging, run, table, now=0.0, grace_s=0.0, free_nbytes=1 << 30)
+
+    assert roomy == [CheckpointId(10, 1)]
+    assert tight == [CheckpointId(30, 1), CheckpointId(20, 1)]
+    assert staging.checkpoints(run.key) == [CheckpointId(40, 1)]
+
+
+def test_what_is_not_committed_stays_however_tight_it_is(tmp_path: Path) -> None:
+    staging, run, table = committed_run(tmp_path, (30,))
+    for ident in (CheckpointId(10, 1), CheckpointId(20, 1)):
+        staging.make_checkpoint_dir(run.key, ident)
+        (staging.index_path(run.key, ident, 0)).write_bytes(b"sealed")
+        table.observe(replace(seen(0, 1), run_key=run.key, ident=ident, sealed_at=5.0))
+    table.update(run.key, CheckpointId(20, 1), state=State.STATE_UPLOADED)
+
+    assert retain_local(staging, run, table, now=100.0, grace_s=96.0, free_nbytes=0) == []
+    # All this node owed 20 is in the store; 10 is still on its way.
+    assert retain_local(staging, run, table, now=100.0, grace_s=10.0, free_nbytes=0) == [CheckpointId(20, 1)]
+    assert CheckpointId(10, 1) in staging.checkpoints(run.key)
 
 
 def test_trainers_count_while_they_live(tmp_path: Path) -> None:
