@@ -56,7 +56,7 @@ def runs_command(
     root: Annotated[
         str,
         typer.Argument(
-            metavar="[ROOT]",
+            metavar="ROOT",
             help="URL or directory below which to look; with --server also empty: those known there.",
             show_default=False,
         ),

@@ -70,7 +70,7 @@ UrlArgument = Annotated[
     ),
 ]
 CheckpointArgument = Annotated[
-    str, typer.Argument(metavar="[CHECKPOINT]", help='"latest", a step ("12000"), or an id.')
+    str, typer.Argument(metavar="CHECKPOINT", help='"latest", a step ("12000"), or an id.')
 ]
 
 
@@ -121,7 +121,7 @@ class StoreOptions:
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Staging directory in which to look for local copies. [default: $CKPT_STAGING]",
+            help="Staging directory in which to look for local copies (default: $CKPT_STAGING).",
             rich_help_panel="Direct access",
         ),
     ] = None
@@ -183,7 +183,14 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         except CkptError as error:
             _report(error, output)
             raise typer.Exit(exit_code(error)) from None
+        except (typer.Exit, BrokenPipeError):
+            raise
+        except Exception as error:  # noqa: BLE001 - the user's border: a bug is one line, too
+            _report(_bug(error), output)
+            raise typer.Exit(EXIT_FAILED) from None
 
+    paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
+    run.__doc__ = "\n\n".join(text.replace("\n", " ") for text in paragraphs)  # typer keeps line breaks
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
@@ -200,6 +207,14 @@ def _expand(group: type[Any]) -> list[inspect.Parameter]:
         )
         for item in fields(group)
     ]
+
+
+def _bug(cause: Exception) -> CkptError:
+    error = CkptError(
+        "the command failed in a way it should not; --debug shows where, please report it", reason=repr(cause)
+    )
+    error.__cause__ = cause
+    return error
 
 
 def _hint(error: CkptError) -> str | None:

@@ -21,7 +21,7 @@ def prune_command(
     url: UrlArgument,
     checkpoints: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[CHECKPOINT]...", help="Delete exactly these instead.", show_default=False),
+        typer.Argument(metavar="CHECKPOINT", help="Delete exactly these instead.", show_default=False),
     ] = None,
     *,
     keep_last: Annotated[

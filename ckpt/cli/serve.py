@@ -33,7 +33,7 @@ def status_command(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Without --server: ask the one of this staging directory. [default: $CKPT_STAGING]",
+            help="Without --server: ask the one of this staging directory (default: $CKPT_STAGING).",
         ),
     ] = None,
     server: ServerOptions,

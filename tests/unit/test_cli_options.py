@@ -77,6 +77,20 @@ def test_debug_adds_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert "in fail" in text
 
 
+def test_a_bug_is_one_line_and_an_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(*, output: OutputOptions) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    with pytest.raises(typer.Exit) as caught:
+        command(fail)(json=False, debug=False)
+
+    text = capsys.readouterr().err
+    assert caught.value.exit_code == 1
+    assert "Traceback" not in text
+    assert "ZeroDivisionError('division by zero')" in text
+    assert "--debug" in text
+
+
 def test_bad_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError):
         StoreOptions(option=["region"]).as_mapping()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from rich.console import Console
 
+from ckpt.cli import render
 from ckpt.cli.records import Problem
 from ckpt.cli.render import (
     Cell,
@@ -16,6 +18,7 @@ from ckpt.cli.render import (
     human_seconds,
     human_time,
     print_json,
+    print_pairs,
     print_table,
 )
 
@@ -71,6 +74,53 @@ def test_a_table_on_a_pipe_is_plain_and_whole(capsys: pytest.CaptureFixture[str]
     assert second.endswith("  999 MiB")
     assert third.endswith("      2 B")
     assert len(third) == len(first) - 3  # three of its characters are two columns wide
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stdout is a terminal of 60 columns without colours."""
+    console = Console(force_terminal=True, width=60, color_system=None)
+    monkeypatch.setattr(render, "_output", lambda: console)
+
+
+@pytest.mark.usefixtures("terminal")
+def test_a_terminal_folds_the_one_column_that_may_be(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "model.layers.11.self_attention.query.weight"
+    print_table([Column("NAME", fold=True), Column("LAYOUT")], [(name, "dp=4:SS(0,2) tp=2:S(0)")])
+
+    head, first, second = capsys.readouterr().out.splitlines()
+    assert head.index("LAYOUT") == first.index("dp=4")
+    assert len(first) <= 60
+    assert first.split()[0] + second == name
+
+
+@pytest.mark.usefixtures("terminal")
+def test_a_narrow_terminal_gets_two_lines_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "model.layers.11.self_attention.query.weight"
+    print_table(
+        [Column("NAME", fold=True), Column("LAYOUT"), Column("RANKS")],
+        [(name, "dp_shard=4:SS(0,2) tp=2:S(0)", "0-7")],
+    )
+
+    assert capsys.readouterr().out.splitlines() == [
+        "NAME",
+        "    LAYOUT                        RANKS",
+        name,
+        "    dp_shard=4:SS(0,2) tp=2:S(0)  0-7",
+    ]
+
+
+@pytest.mark.usefixtures("terminal")
+def test_long_facts_fold_between_words(capsys: pytest.CaptureFixture[str]) -> None:
+    print_pairs(
+        [("size", "1 B"), ("environment", "torch=2.13.0 deterministic_algorithms=False python=3.11.7")]
+    )
+
+    assert capsys.readouterr().out.splitlines() == [
+        "size         1 B",
+        "environment  torch=2.13.0 deterministic_algorithms=False",
+        "             python=3.11.7",
+    ]
 
 
 def test_records_become_json_objects(capsys: pytest.CaptureFixture[str]) -> None:
