@@ -17,8 +17,9 @@ from ckpt.format.ids import CheckpointId
 from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import staging_pb2
 from tests.support.s3 import start_process, stop_process
+from tests.support.sealing import World, seal
 
-__all__ = ["Server", "eventually"]
+__all__ = ["Server", "State", "eventually", "save"]
 
 State = staging_pb2.StepStatus
 
@@ -142,3 +143,13 @@ def _until(statuses: Iterator[staging_pb2.StepStatus]) -> Iterator[staging_pb2.S
         yield from statuses
     except TimeoutExceededError:
         return
+
+
+def save(server: Server, url: str, world: World, ident: CheckpointId, **retain: int) -> str:
+    """Register, seal every rank, tell the server; returns the run key."""
+    with server.client() as client:
+        run_key = client.register(url, staging=server.staging, store_options={}, **retain).run_key
+        for rank in range(world.size):
+            seal(server.staging, run_key, ident, world, rank)
+            client.seal(run_key, ident, rank)
+    return run_key
