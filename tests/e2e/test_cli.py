@@ -109,19 +109,7 @@ LATEST = "000000000045.a000002"
 def test_version_help_and_usage_errors(cli: Cli, url: str) -> None:
     assert re.fullmatch(r"ckpt \d+\.\d+\.\d+\n", cli.run("--version").stdout)
     assert "Exit codes" in cli.run("--help").stdout
-    for arguments in (
-        ["nonsense"],
-        ["list"],
-        ["list", url, "--nonsense"],
-        ["runs"],
-        ["show", url, "not-a-checkpoint"],
-        ["prune", url],
-        ["prune", url, "--keep-last", "0"],
-        ["prune", url, "10", "--keep-last", "1"],
-        ["verify", url, "10", "--all"],
-        ["list", url, "--option", "novalue"],
-        ["list", url, "--option", "novalue=1", "--server", "unix:/nowhere"],
-    ):
+    for arguments in (["nonsense"], ["list", url, "--nonsense"], ["prune", url, "--keep-last", "0"]):
         found = cli.run(*arguments, code=USAGE)
         assert found.stdout == ""
         assert found.stderr

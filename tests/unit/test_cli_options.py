@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from ckpt.cli.backend import absolute_url, open_backend, read_token
+from ckpt.cli.main import app
 from ckpt.cli.options import OutputOptions, ServerOptions, StoreOptions, command, exit_code
 from ckpt.errors import (
     BusyError,
@@ -89,6 +91,35 @@ def test_a_bug_is_one_line_and_an_exit_code(capsys: pytest.CaptureFixture[str]) 
     assert "Traceback" not in text
     assert "ZeroDivisionError('division by zero')" in text
     assert "--debug" in text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["list"],
+        ["list", "run", "--limit", "-1"],
+        ["list", "run", "--option", "novalue"],
+        ["list", "run", "--option", "endpoint=1", "--server", "unix:/nowhere"],
+        ["runs"],
+        ["show", "run", "not-a-checkpoint"],
+        ["prune", "run"],
+        ["prune", "run", "--keep-every", "2"],
+        ["prune", "run", "--keep-last", "1", "--keep-every", "-1"],
+        ["prune", "run", "10", "--keep-last", "1"],
+        ["verify", "run", "10", "--all"],
+        ["pin", "run"],
+    ],
+)
+def test_a_wrong_command_line_exits_2(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CKPT_SERVER", raising=False)
+
+    found = CliRunner().invoke(app, arguments)
+
+    assert found.exit_code == 2
+    assert found.output
 
 
 def test_bad_options_are_refused(tmp_path: Path) -> None:
