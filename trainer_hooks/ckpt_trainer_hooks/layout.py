@@ -73,17 +73,19 @@ class LayoutBuilder:
             alone: a plain tensor that only this rank has.
 
         Raises:
-            InvalidInputError: the tensor cannot be stored exactly (sparse, quantized, on meta, a partial
-                sum) or its local part is not what its placements say.
+            InvalidInputError: the tensor cannot be stored exactly (sparse, nested, quantized, a subclass with
+                parts of its own, without data yet, a partial sum) or its local part is not what its
+                placements say.
         """
+        if tensor.is_nested:  # has no shape to ask for
+            raise InvalidInputError("nested tensors cannot be stored; store their parts", tensor=name)
         distributed = as_dtensor(tensor)
+        local = (tensor if distributed is None else local_tensor(distributed)).detach()
+        signature: tuple[object, ...] = (type(local), local.layout, local.device, local.dtype, local.shape)
         if distributed is None:
-            local = tensor.detach()
-            signature: tuple[object, ...] = (local.dtype, local.shape, alone)
+            signature += (alone,)
         else:
-            local = local_tensor(distributed).detach()
-            mesh = distributed.device_mesh
-            signature = (local.dtype, distributed.shape, local.shape, mesh, distributed.placements)
+            signature += (distributed.shape, distributed.device_mesh, distributed.placements)
         known = self._known.get(name)
         if known is not None and known[0] == signature:
             return Placed(known[1], local)
@@ -150,6 +152,12 @@ def _placement(name: str, placement: object) -> Placement:
 
 
 def _check_storable(name: str, local: torch.Tensor) -> None:
+    if type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise InvalidInputError(
+            "tensor is made of parts that a copy of its elements would lose; store the parts",
+            tensor=name,
+            type=type(local).__qualname__,
+        )
     if local.is_meta:
         raise InvalidInputError("tensor is on the meta device and has no data", tensor=name)
     if local.layout != torch.strided:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ckpt.errors import InvalidInputError
 from ckpt_trainer_hooks.compat import is_wrapper_step
@@ -39,10 +40,17 @@ def _strip(root: torch.nn.Module, name: str) -> str:
     module: torch.nn.Module | None = root
     kept = []
     for part in name.split("."):
+        # The checkpoint wrapper's state-dict hook has taken its own component out of the name already.
+        while module is not None and part not in module._modules and (inner := _wrapped(module)) is not None:
+            module = inner
         if module is None or not is_wrapper_step(module, part):
             kept.append(part)
         module = module._modules.get(part) if module is not None else None
     return ".".join(kept)
+
+
+def _wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
+    return next((child for name, child in module._modules.items() if is_wrapper_step(module, name)), None)
 
 
 def owned_tensors(module: torch.nn.Module, *, buffers: bool = True) -> dict[str, torch.Tensor]:
@@ -50,10 +58,18 @@ def owned_tensors(module: torch.nn.Module, *, buffers: bool = True) -> dict[str,
 
     By canonical name, because ``state_dict()`` strips the checkpoint wrapper's component from its keys
     and ``named_parameters()`` does not.
+
+    Raises:
+        InvalidInputError: one of them is lazy and has not got its shape yet.
     """
     raw: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     if buffers:
         raw |= dict(module.named_buffers(remove_duplicate=False))
+    for name, tensor in raw.items():
+        if is_lazy(tensor):
+            raise InvalidInputError(
+                "lazy parameter has no shape yet; run the model once before a save or restore", tensor=name
+            )
     return {fqn: raw[name] for name, fqn in canonical_names(module, list(raw)).items()}
 
 

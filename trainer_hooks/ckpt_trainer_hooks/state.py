@@ -165,8 +165,8 @@ class _Flattening:
         return self._flat
 
     def _module(self, item: str, module: torch.nn.Module) -> dict[str, Any]:
-        state = module.state_dict()
         parameters = owned_tensors(module, buffers=False)
+        state = module.state_dict()
         extra = {}
         for raw, fqn in canonical_names(module, list(state)).items():
             value = state[raw]

@@ -18,7 +18,7 @@ from ckpt.geometry import Region
 from ckpt.plan.read import Want
 from ckpt_proto.v1 import common_pb2
 from ckpt_trainer_hooks.compat import as_dtensor, local_tensor
-from ckpt_trainer_hooks.layout import torch_dtype
+from ckpt_trainer_hooks.layout import dtype_name, torch_dtype
 from ckpt_trainer_hooks.names import canonical_names, owned_tensors, parameter_names
 from ckpt_trainer_hooks.state import ItemKind, TrainState, is_tensor_entry
 
@@ -103,6 +103,7 @@ class _Collector:
         self._saved = saved
         self._result = RestoreTargets()
         self._used: set[str] = set()
+        self._filled: dict[tuple[object, ...], tuple[str, str]] = {}  # place: live name, stored name
         self._values: dict[str, Any] = decode_value(values, leaf=self._read_leaf)
         self._aliases: dict[str, str] = self._values["aliases"]
         self._rank_items: dict[str, Any] = {}
@@ -140,8 +141,8 @@ class _Collector:
         ]
 
     def _module(self, item: str, module: torch.nn.Module, saved: Mapping[str, Any]) -> None:
-        live = module.state_dict()
         owners = owned_tensors(module)
+        live = module.state_dict()
         emitted: OrderedDict[str, Any] = OrderedDict()
         extra = dict(saved["extra"])
         for raw, fqn in canonical_names(module, list(live)).items():
@@ -261,13 +262,23 @@ class _Collector:
             )
             return
         if torch_dtype(layout.dtype) != live.dtype:
-            self._result.mismatch.dtypes.append(f"{name}: saved {layout.dtype}, live {live.dtype}")
+            self._result.mismatch.dtypes.append(
+                f"{name}: saved {layout.dtype}, live {dtype_name(live.dtype)}"
+            )
             return
         placed = self._state.builder.place(name, live)
         region = local_region(placed.layout, self._state.rank)
-        if region is None or placed.local.numel() == 0:
+        if region is None or placed.local.numel() == 0 or self._is_filled(name, source, placed.local):
             return
         self._want(source, layout, placed.local, region)
+
+    def _is_filled(self, name: str, source: str, local: torch.Tensor) -> bool:
+        """Whether these very elements get their values under another name: a tied weight is read once."""
+        place = (local.data_ptr(), local.shape, local.stride(), local.dtype, local.device)
+        first = self._filled.setdefault(place, (name, source))
+        if first[1] != source:
+            event(_log, logging.WARNING, "restore.tied_here", left_out=name, kept=first[0])
+        return first[0] != name
 
     def _want(self, name: str, layout: TensorLayout, tensor: torch.Tensor, region: Region) -> None:
         self._used.add(name)
