@@ -175,6 +175,15 @@ class StagingDir:
 
     # --- runs ---
 
+    def trainers_path(self) -> Path:
+        """Folder with a file per trainer that counts on an embedded server, named by its process id."""
+        return self.path / "trainers"
+
+    def forget_trainer(self, pid: int) -> None:
+        """Note that the process ``pid`` needs no embedded server any more. No error if it never did."""
+        with os_errors("the trainer cannot be forgotten", staging=self.path):
+            (self.trainers_path() / str(pid)).unlink(missing_ok=True)
+
     def run_dir(self, run_key: str) -> Path:
         """Folder of a run. Raises InvalidInputError for a key that is no plain file name."""
         if _RUN_KEY.fullmatch(run_key) is None:

@@ -28,7 +28,7 @@ def announce(staging: StagingDir, pid: int) -> None:
     started = _start_time(pid)
     if pid == _INIT or started is None:
         return
-    folder = _folder(staging)
+    folder = staging.trainers_path()
     with os_errors("the trainer cannot be noted", path=folder):
         folder.mkdir(mode=0o700, exist_ok=True)
         write_durably(folder / str(pid), started.encode())
@@ -36,7 +36,7 @@ def announce(staging: StagingDir, pid: int) -> None:
 
 def living(staging: StagingDir) -> list[int]:
     """The announced trainers that still run; files of others are deleted. Raises UnavailableError."""
-    folder = _folder(staging)
+    folder = staging.trainers_path()
     found = []
     with os_errors("the trainers cannot be listed", path=folder):
         for path in list(folder.iterdir()) if folder.is_dir() else []:
@@ -48,10 +48,6 @@ def living(staging: StagingDir) -> list[int]:
                 else:
                     path.unlink()
     return sorted(found)
-
-
-def _folder(staging: StagingDir) -> Path:
-    return staging.path / "trainers"
 
 
 def _start_time(pid: int) -> str | None:

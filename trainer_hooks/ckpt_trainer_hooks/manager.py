@@ -280,6 +280,8 @@ class CheckpointManager:
         for hook in self._hooks:
             hook.remove()
         self._pipeline.close()
+        with contextlib.suppress(CkptError):  # else its server stays until this process ends; no harm
+            self._staging.forget_trainer(os.getpid())
         for error in self._pipeline.take_problems():
             event(_log, logging.ERROR, "manager.unreported_error", error=error)
 
