@@ -154,19 +154,17 @@ class DirectBackend:
         return RunRow(run=name, url=url, checkpoints=count, latest=str(chosen) if chosen else None)
 
     def _run_urls(self, root: str) -> list[str]:
-        store = self._store(root)
-        names = sorted(
-            {
-                name
-                for info in store.list_keys("")
-                for name, slash, rest in [info.key.partition("/")]
-                if slash and rest.startswith((keys.MANIFESTS, keys.ATTEMPTS))
-            }
-        )
-        return [f"{root}/{name}" for name in names]
+        store = open_store(root, self._options)
+        try:
+            parts = [info.key.partition("/") for info in store.list_keys("")]
+        finally:
+            store.close()
+        found = {name for name, _, rest in parts if rest.startswith((keys.MANIFESTS, keys.ATTEMPTS))}
+        return [f"{root}/{name}" for name in sorted(found)]
 
     def _store(self, url: str) -> Store:
         if url not in self._stores:
+            split_run_url(url)  # a bucket without a run is the user's slip, not the store's
             self._stores[url] = open_store(url, self._options)
         return self._stores[url]
 

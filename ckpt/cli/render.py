@@ -89,7 +89,7 @@ def print_line(text: str = "", style: str = "") -> None:
 
 def print_json(document: object) -> None:
     """Print the one JSON document of a command to stdout; dataclasses become objects."""
-    _write(json.dumps(document, indent=2, default=_plain))
+    _write(json.dumps(document, default=_plain))  # no indent: rank lists would be a line per rank
 
 
 def _plain(value: object) -> Any:

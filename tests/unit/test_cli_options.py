@@ -98,6 +98,7 @@ def test_a_bug_is_one_line_and_an_exit_code(capsys: pytest.CaptureFixture[str]) 
     [
         ["list"],
         ["list", "run", "--limit", "-1"],
+        ["list", "s3://bucket-without-run"],
         ["list", "run", "--option", "novalue"],
         ["list", "run", "--option", "endpoint=1", "--server", "unix:/nowhere"],
         ["runs"],
