@@ -7,8 +7,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
-from pathlib import Path
+from collections.abc import Collection, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal
 
@@ -21,18 +20,18 @@ from ckpt.format.ids import CheckpointId, split_run_url
 from ckpt.format.keys import run_key
 from ckpt.ops import catalog
 from ckpt.storage.open import open_store
-from ckpt.storage.staging import RunConfig, StagingDir, default_staging_path
+from ckpt.storage.staging import StagingDir, default_staging_path
 from ckpt_trainer_hooks.agree import Agreement
 from ckpt_trainer_hooks.flusher_process import python_path
 from ckpt_trainer_hooks.handle import SaveHandle
 from ckpt_trainer_hooks.layout import LayoutBuilder
+from ckpt_trainer_hooks.options import check_choice, merged_items, run_config
 from ckpt_trainer_hooks.pipeline import Origin, SavePipeline
 from ckpt_trainer_hooks.policy import EveryNSteps, SaveDecisionPolicy
 from ckpt_trainer_hooks.restore import Restorer
 from ckpt_trainer_hooks.session import (
     Session,
     agree_on_session,
-    checked_options,
     claim,
 )
 from ckpt_trainer_hooks.state import TrainState
@@ -74,7 +73,7 @@ class CheckpointManager:
             else one is started on this node and leaves when its uploads are done.
         store_options: of the object store (``endpoint_url``, ``region``, ...); credentials come from the
             environment, never from here.
-        timeout_s: how long restore and the start wait for other ranks.
+        timeout_s: how long restore waits for other ranks, and the end of a ``with`` block for its commits.
         pending_wait_s: how long restore waits for a snapshot that is sealed here and not yet committed.
 
     Raises:
@@ -105,10 +104,10 @@ class CheckpointManager:
         timeout_s: float = 600.0,
         pending_wait_s: float = 60.0,
     ) -> None:
-        _check_choice("mode", mode, ("auto", "overlapped", "blocking"))
-        _check_choice("on_busy", on_busy, ("wait", "skip", "fail"))
-        _check_choice("on_error", on_error, ("raise", "warn"))
-        self._config = _run_config(os.fspath(url), store_options, keep_last, keep_every, keep_local)
+        check_choice("mode", mode, ("auto", "overlapped", "blocking"))
+        check_choice("on_busy", on_busy, ("wait", "skip", "fail"))
+        check_choice("on_error", on_error, ("raise", "warn"))
+        self._config = run_config(os.fspath(url), store_options, keep_last, keep_every, keep_local)
         self.run = split_run_url(self._config.url)[1]
         self._agreement = Agreement(timeout_s)
         rank = self._agreement.rank
@@ -119,13 +118,13 @@ class CheckpointManager:
             "lr_scheduler": lr_scheduler,
             "dataloader": dataloader,
         }
-        self._state = TrainState(_merged(items, state or {}), builder, rank=rank, per_rank=per_rank)
+        self._state = TrainState(merged_items(items, state or {}), builder, rank=rank, per_rank=per_rank)
         self._policy = save_decision_policy or EveryNSteps(save_interval_steps)
         self._overlapped = mode == "overlapped" or (mode == "auto" and bool(self._state.optimizers))
         if self._overlapped and not self._state.optimizers:
             raise InvalidInputError("overlapped mode needs a registered optimizer: its step is the fence")
         self._on_busy, self._on_error = on_busy, on_error
-        self._pending_wait_s = pending_wait_s
+        self._pending_wait_s, self._timeout_s = pending_wait_s, timeout_s
         self._staging = StagingDir(staging_dir or default_staging_path()).ensure()
         self._server = server or os.environ.get("CKPT_SERVER")
         self._session: Session | None = None
@@ -134,6 +133,7 @@ class CheckpointManager:
         self._last_saved: int | None = None
         self._optimizer_steps: int | None = None
         self._closed = False
+        self._owner = os.getpid()
         self._pipeline = SavePipeline(
             self._state,
             rank=rank,
@@ -273,7 +273,7 @@ class CheckpointManager:
         What was copied is sealed, uploaded and committed by the flusher and the staging server after this
         process has gone; :meth:`wait_until_finished` before waits for that.
         """
-        if self._closed:
+        if self._closed or os.getpid() != self._owner:  # a forked child must leave everything alone
             return
         self._closed = True
         atexit.unregister(self.close)
@@ -294,7 +294,7 @@ class CheckpointManager:
         if kind is None:
             with contextlib.ExitStack() as stack:
                 stack.callback(self.close)
-                self.wait_until_finished()
+                self.wait_until_finished(self._timeout_s)
         else:
             self.close()
 
@@ -411,7 +411,10 @@ class CheckpointManager:
         while pending := [handle for handle in self._pipeline.pending() if not self._is_over(handle)]:
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutExceededError(
-                    "saves are still under way", steps=[handle.step for handle in pending], waited_s=timeout_s
+                    "saves are not committed yet: another rank's part is missing, or the staging server or "
+                    "the store cannot be reached. What is sealed stays on NVMe and is committed later",
+                    steps=[handle.step for handle in pending],
+                    waited_s=timeout_s,
                 )
             with contextlib.suppress(CkptError, TimeoutError):
                 pending[0].upload_completion.result(_POLL_S)
@@ -432,46 +435,3 @@ class CheckpointManager:
             raise problems[0]
         for error in problems:
             event(_log, logging.ERROR, "save.background_error", error=error)
-
-
-def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise InvalidInputError("not one of the allowed values", option=name, value=value, allowed=allowed)
-
-
-def _merged(items: Mapping[str, Any], more: Mapping[str, Any]) -> MutableMapping[str, Any]:
-    merged = dict(items)
-    for name, item in more.items():
-        if merged.get(name) is not None:
-            raise InvalidInputError("item is given twice", item=name)
-        merged[name] = item
-    return merged
-
-
-def _run_config(
-    url: str,
-    options: Mapping[str, str] | None,
-    keep_last: int | None,
-    keep_every: int | None,
-    keep_local: int,
-) -> RunConfig:
-    for name, value, least in (
-        ("keep_last", keep_last, 1),
-        ("keep_every", keep_every, 1),
-        ("keep_local", keep_local, 1),
-    ):
-        if value is not None and value < least:
-            raise InvalidInputError(
-                "retention counts must be at least 1; None keeps all", option=name, value=value
-            )
-    if keep_every is not None and keep_last is None:
-        raise InvalidInputError("keep_every needs keep_last: without it everything is kept anyway")
-    full = url.rstrip("/") if "://" in url else f"file://{Path(url).absolute()}"
-    split_run_url(full)
-    return RunConfig(
-        url=full,
-        store_options=checked_options(options or {}),
-        keep_local=keep_local,
-        keep_last=keep_last or 0,
-        keep_every=keep_every or 0,
-    )

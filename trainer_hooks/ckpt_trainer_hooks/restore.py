@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,17 +100,26 @@ class Restorer:
             first = False
 
     def _wait_for_pending(self, store: Store) -> None:
-        """Let the node's server commit what was sealed before the failure, rather than lose it."""
+        """Let the servers commit what every node had sealed before the failure, rather than lose it.
+
+        Only a snapshot that is whole on the nodes that are here is waited for: one whose node is gone will
+        not be committed.
+        """
+        sealed = self.agreement.gather("sealed", _sealed_groups(self.staging, run_key(self.url)))
+        whole = _whole([item for items in sealed for item in items])
 
         def on_rank_0() -> None:
             deadline = time.monotonic() + self.pending_wait_s
-            while (pending := _pending(self.staging, run_key(self.url), store)) is not None:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    event(_log, logging.WARNING, "restore.pending_left_behind", checkpoint=pending)
-                    return
-                event(_log, logging.INFO, "restore.waiting_for_commit", checkpoint=pending, left_s=left)
-                time.sleep(_POLL_S)
+            latest = catalog.latest(store)
+            newer = [i for i in whole if latest is None or _lineage_key(i) > _lineage_key(latest)]
+            for ident in sorted(newer, key=_lineage_key, reverse=True)[:1]:
+                while not catalog.exists(store, ident):
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        event(_log, logging.WARNING, "restore.pending_left_behind", checkpoint=ident)
+                        return
+                    event(_log, logging.INFO, "restore.waiting_for_commit", checkpoint=ident, left_s=left)
+                    time.sleep(_POLL_S)
 
         self.agreement.decide("pending", on_rank_0)
 
@@ -210,25 +219,32 @@ def _text(ident: CheckpointId | None) -> str | None:
     return None if ident is None else str(ident)
 
 
-def _pending(staging: StagingDir, key: str, store: Store) -> CheckpointId | None:
-    """The newest checkpoint that this node has sealed in full and that is newer than the latest commit."""
-    latest = catalog.latest(store)
-    found: CheckpointId | None = None
+def _sealed_groups(staging: StagingDir, key: str) -> list[tuple[str, int, int]]:
+    """(checkpoint, group, number of groups) of what all ranks of a group have sealed on this node."""
+    found = []
     for ident in staging.checkpoints(key):
-        if staging.is_committed(key, ident):
-            continue
-        if latest is not None and (ident.attempt, ident.step) <= (latest.attempt, latest.step):
-            continue
         sealed = staging.sealed_ranks(key, ident)
+        if not sealed or staging.is_committed(key, ident):
+            continue
         try:
-            complete = bool(sealed) and set(staging.read_index(key, ident, sealed[0]).group.ranks) == set(
-                sealed
-            )
+            group = staging.read_index(key, ident, sealed[0]).group
         except (NotFoundError, CorruptError):
             continue
-        if complete and (found is None or (ident.attempt, ident.step) > (found.attempt, found.step)):
-            found = ident
+        if set(group.ranks) <= set(sealed):
+            found.append((str(ident), group.index, group.count))
     return found
+
+
+def _whole(groups: Iterable[tuple[str, int, int]]) -> set[CheckpointId]:
+    """The checkpoints of which every group is there."""
+    seen: dict[tuple[str, int], set[int]] = {}
+    for text, index, count in groups:
+        seen.setdefault((text, count), set()).add(index)
+    return {CheckpointId.parse(text) for (text, count), indexes in seen.items() if len(indexes) == count}
+
+
+def _lineage_key(ident: CheckpointId) -> tuple[int, int]:
+    return ident.attempt, ident.step
 
 
 def _compare_environment(saved: dict[str, str]) -> None:

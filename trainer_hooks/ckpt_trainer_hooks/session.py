@@ -17,9 +17,7 @@ from ckpt.storage.staging import RunConfig, StagingDir
 from ckpt_proto.v1 import common_pb2
 from ckpt_trainer_hooks.agree import Agreement
 
-__all__ = ["Session", "agree_on_session", "checked_options", "claim"]
-
-_SECRET_WORDS = ("secret", "password", "token", "credential")
+__all__ = ["Session", "agree_on_session", "claim"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,21 +31,6 @@ class Session:
 
     group: common_pb2.NodeGroup
     hosts_server: bool
-
-
-def checked_options(options: Mapping[str, str]) -> dict[str, str]:
-    """Return ``options`` as they will be written to the staging directory.
-
-    Raises:
-        InvalidInputError: a secret is among them; secrets belong in the environment or a profile.
-    """
-    for name in options:
-        if any(word in name.lower() for word in _SECRET_WORDS):
-            raise InvalidInputError(
-                "store options are written to disk: pass credentials by environment or profile instead",
-                option=name,
-            )
-    return {key: str(value) for key, value in options.items()}
 
 
 def agree_on_session(agreement: Agreement, config: RunConfig, staging: StagingDir) -> Session:

@@ -1,0 +1,73 @@
+"""What the user passes to the manager, checked and completed before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from ckpt.errors import InvalidInputError
+from ckpt.format.ids import split_run_url
+from ckpt.storage.staging import RunConfig
+
+__all__ = ["check_choice", "checked_options", "merged_items", "run_config"]
+
+_SECRET_WORDS = ("secret", "password", "token", "credential")
+
+
+def checked_options(options: Mapping[str, str]) -> dict[str, str]:
+    """Return ``options`` as they will be written to the staging directory.
+
+    Raises:
+        InvalidInputError: a secret is among them; secrets belong in the environment or a profile.
+    """
+    for name in options:
+        if any(word in name.lower() for word in _SECRET_WORDS):
+            raise InvalidInputError(
+                "store options are written to disk: pass credentials by environment or profile instead",
+                option=name,
+            )
+    return {key: str(value) for key, value in options.items()}
+
+
+def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise InvalidInputError("not one of the allowed values", option=name, value=value, allowed=allowed)
+
+
+def merged_items(items: Mapping[str, Any], more: Mapping[str, Any]) -> MutableMapping[str, Any]:
+    merged = dict(items)
+    for name, item in more.items():
+        if merged.get(name) is not None:
+            raise InvalidInputError("item is given twice", item=name)
+        merged[name] = item
+    return merged
+
+
+def run_config(
+    url: str,
+    options: Mapping[str, str] | None,
+    keep_last: int | None,
+    keep_every: int | None,
+    keep_local: int,
+) -> RunConfig:
+    for name, value, least in (
+        ("keep_last", keep_last, 1),
+        ("keep_every", keep_every, 1),
+        ("keep_local", keep_local, 1),
+    ):
+        if value is not None and value < least:
+            raise InvalidInputError(
+                "retention counts must be at least 1; None keeps all", option=name, value=value
+            )
+    if keep_every is not None and keep_last is None:
+        raise InvalidInputError("keep_every needs keep_last: without it everything is kept anyway")
+    full = url.rstrip("/") if "://" in url else f"file://{Path(url).absolute()}"
+    split_run_url(full)
+    return RunConfig(
+        url=full,
+        store_options=checked_options(options or {}),
+        keep_local=keep_local,
+        keep_last=keep_last or 0,
+        keep_every=keep_every or 0,
+    )
