@@ -13,7 +13,15 @@ from typing import Any, Literal
 
 import torch
 
-from ckpt.errors import BusyError, CkptError, InvalidInputError, RefusedError, TimeoutExceededError
+from ckpt.errors import (
+    BusyError,
+    CkptError,
+    InvalidInputError,
+    NotFoundError,
+    RefusedError,
+    SnapshotTornError,
+    TimeoutExceededError,
+)
 from ckpt.events import event, get_logger
 from ckpt.flusher.embedded import start_embedded_server
 from ckpt.format.ids import CheckpointId, split_run_url
@@ -168,6 +176,7 @@ class CheckpointManager:
             CorruptError: no good copy is left.
             TimeoutExceededError: a rank did not take part.
         """
+        self._check_open()
         self._raise_background_errors()
         self._pipeline.wait_until_captured()
         self._wait_for_pending_saves()
@@ -184,6 +193,7 @@ class CheckpointManager:
             ).restore(str(step), strict=strict)
         self._begin_attempt(found)
         self._optimizer_steps = 0
+        self._pipeline.retake_wanted = False  # of a state that is no more
         self._pipeline.prepare()
         return 0 if found is None else found.step
 
@@ -194,6 +204,7 @@ class CheckpointManager:
         Raises:
             CkptError: background work has failed since the last call and ``on_error`` is "raise".
         """
+        self._check_open()
         self._raise_background_errors()
         completed = iteration + 1
         if self._pipeline.retake_wanted or self.should_save(completed):
@@ -259,6 +270,7 @@ class CheckpointManager:
 
         Raises:
             TimeoutExceededError: some saves are still under way after ``timeout_s``.
+            SnapshotTornError: the last snapshot was torn and no save took its place.
             CkptError: a save failed.
         """
         self._pipeline.wait_until_captured()
@@ -266,6 +278,11 @@ class CheckpointManager:
         problems = self._pipeline.take_problems()
         if problems:
             raise problems[0]
+        if self._pipeline.retake_wanted:
+            raise SnapshotTornError(
+                "the last snapshot was torn and thrown away, and no save took its place",
+                step=self._last_saved,
+            )
 
     def close(self) -> None:
         """Finish the running copy and hand over. Idempotent; waits for no disk or network.
@@ -300,9 +317,12 @@ class CheckpointManager:
 
     # --- inside ---
 
-    def _save(self, step: int) -> SaveHandle:
+    def _check_open(self) -> None:
         if self._closed:
-            raise InvalidInputError("the manager is closed")
+            raise InvalidInputError("the manager is closed", code="closed")
+
+    def _save(self, step: int) -> SaveHandle:
+        self._check_open()
         if self._attempt is None:
             # Not done here: it talks to the store and to other ranks, and a save does neither.
             raise InvalidInputError(
@@ -311,12 +331,9 @@ class CheckpointManager:
                 code="not-started",
             )
         ident = CheckpointId(step, self._attempt)
-        if self._last_saved is not None and step <= self._last_saved:
-            raise RefusedError(
-                "steps of one attempt must grow", code="step-order", step=step, last=self._last_saved
-            )
-        self._warn_if_off_by_one(step)
         self._pipeline.wait_until_captured()
+        self._check_order(step)
+        self._warn_if_off_by_one(step)
         if self._pipeline.busy and not self._wait_for_arena(step):
             handle = SaveHandle(ident, skipped=True)
             handle.fail(BusyError("skipped: the save before is still being written", step=step))
@@ -328,6 +345,12 @@ class CheckpointManager:
         handle = self._pipeline.save(ident, self._origin(), overlapped=self._overlapped and not retake)
         self._last_saved = step
         return handle
+
+    def _check_order(self, step: int) -> None:
+        last = self._last_saved
+        if last is None or step > last or (step == last and self._pipeline.retake_wanted):
+            return  # of a torn snapshot nothing was handed over
+        raise RefusedError("steps of one attempt must grow", code="step-order", step=step, last=last)
 
     def _origin(self) -> Origin:
         assert self._session is not None
@@ -423,11 +446,21 @@ class CheckpointManager:
         """Done, or committed according to the staging directory (a new flusher does not follow old saves)."""
         if handle.done():
             return True
-        if self._staging.is_committed(run_key(self._config.url), handle.ident):
+        key = run_key(self._config.url)
+        if self._staging.is_committed(key, handle.ident):
             handle.settle(handle.local_completion)
             handle.settle(handle.upload_completion)
-            return True
-        return False
+        elif handle.local_completion.done() and not self._staging.checkpoint_dir(key, handle.ident).exists():
+            self._settle_by_store(handle)
+        return handle.done()
+
+    def _settle_by_store(self, handle: SaveHandle) -> None:
+        """What was sealed leaves the staging directory once it is committed, or given up."""
+        with contextlib.closing(open_store(self._config.url, self._config.store_options)) as store:
+            if catalog.exists(store, handle.ident):
+                handle.settle(handle.upload_completion)
+            else:
+                handle.fail(NotFoundError("neither on NVMe nor in the store any more", step=handle.step))
 
     def _raise_background_errors(self) -> None:
         problems = self._pipeline.take_problems()

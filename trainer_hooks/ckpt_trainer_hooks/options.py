@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from ckpt.errors import InvalidInputError
 from ckpt.format.ids import split_run_url
@@ -12,7 +13,7 @@ from ckpt.storage.staging import RunConfig
 
 __all__ = ["check_choice", "checked_options", "merged_items", "run_config"]
 
-_SECRET_WORDS = ("secret", "password", "token", "credential")
+_SECRET_WORDS = ("secret", "password", "token", "credential", "account_key", "sas_key", "sas_token")
 
 
 def checked_options(options: Mapping[str, str]) -> dict[str, str]:
@@ -62,7 +63,13 @@ def run_config(
             )
     if keep_every is not None and keep_last is None:
         raise InvalidInputError("keep_every needs keep_last: without it everything is kept anyway")
+    if not url:
+        raise InvalidInputError("the run needs a URL or a path")
     full = url.rstrip("/") if "://" in url else f"file://{Path(url).absolute()}"
+    if urlsplit(full).password is not None:
+        raise InvalidInputError(
+            "the URL is written to disk and to the log: pass credentials by environment or profile instead"
+        )
     split_run_url(full)
     return RunConfig(
         url=full,

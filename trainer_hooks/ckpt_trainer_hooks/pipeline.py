@@ -80,6 +80,7 @@ class SavePipeline:
         self._capture: Capture | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="ckpt-capture")
         self._prefault: Future[Arena] | None = None
+        self._prefault_nbytes = 0  # what was asked for
         self.retake_wanted = False
         self._flusher = self._start_flusher()
 
@@ -91,8 +92,12 @@ class SavePipeline:
         flat = self._state.flatten()
         plan = self._plan_for(flat)
         needed = self._arena_nbytes(plan, flat.values.ByteSize() + flat.rank_values.ByteSize())
-        if (self._arena is None or self._arena.nbytes < needed) and self._prefault is None:
-            self._prefault = self._threads.submit(_make_arena, needed)
+        if self._arena is not None and self._arena.nbytes >= needed:
+            return
+        if self._prefault is None or self._prefault_nbytes < needed:
+            # A fresh run asks twice: at restore, and when the optimizer has made its state.
+            self._prefault = self._threads.submit(_make_arena, needed, instead_of=self._prefault)
+            self._prefault_nbytes = needed
 
     def save(self, ident: CheckpointId, origin: Origin, *, overlapped: bool) -> SaveHandle:
         """Start a save of the live state. The arena must be free (see :meth:`busy`).
@@ -161,11 +166,12 @@ class SavePipeline:
         self._threads.shutdown(wait=True)
         self._flusher.close(wait=False)
         self._binding = None
-        arenas = [self._arena, self._prefault.result() if self._prefault is not None else None]
+        arenas = [self._arena] if self._arena is not None else []
+        if self._prefault is not None and self._prefault.exception() is None:
+            arenas.append(self._prefault.result())
         self._arena = self._prefault = None
         for arena in arenas:
-            if arena is not None:
-                _release(arena)
+            _release(arena)
 
     def _submit(self, work: Callable[[], None]) -> None:
         self._threads.submit(work)
@@ -214,8 +220,8 @@ class SavePipeline:
 
     def _arena_for(self, exact: int, comfortable: int) -> Arena:
         if self._prefault is not None:
-            made = self._prefault.result()
-            self._prefault = None
+            prefault, self._prefault = self._prefault, None  # first, so that a failure is not for ever
+            made = prefault.result()
             if made.nbytes >= exact:
                 return made
             _release(made)
@@ -290,7 +296,9 @@ class SavePipeline:
             self._fail(sequence, UnavailableError("the flusher process died", exit_code=exit_code))
 
 
-def _make_arena(nbytes: int) -> Arena:
+def _make_arena(nbytes: int, *, instead_of: Future[Arena] | None = None) -> Arena:
+    if instead_of is not None and instead_of.exception() is None:
+        _release(instead_of.result())
     started = time.perf_counter()
     arena = Arena(nbytes)
     arena.prefault_all()

@@ -1,0 +1,597 @@
+"""The manager from end to end: real flusher child, real embedded server, real files; one process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt.errors import (
+    CorruptError,
+    InvalidInputError,
+    NotFoundError,
+    RefusedError,
+    SnapshotTornError,
+    TimeoutExceededError,
+)
+from ckpt.format.ids import CheckpointId
+from ckpt_trainer_hooks import CheckpointManager, EveryNSteps
+from tests.support.bits import assert_same_bits, bits_of
+from tests.support.runs import Live, Place, assert_equal_runs, capture_held, seed_all, stop_server
+from tests.support.server import eventually
+
+WAIT_S = 30.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def staging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One for all: its server runs from the first test to the last."""
+    path = tmp_path_factory.mktemp("node") / "staging"
+    yield path
+    stop_server(path)
+
+
+@pytest.fixture
+def place(tmp_path: Path, staging: Path) -> Place:
+    return Place(f"file://{tmp_path}/store/run", staging)
+
+
+def save_steps(
+    place: Place, steps: list[int], **more: Any
+) -> tuple[Live, dict[int, dict[str, torch.Tensor]]]:
+    """Train and save at each of ``steps``; returns the objects and the state at each."""
+    live, states, done = Live.new(), {}, 0
+    with place.manager(live, **more) as manager:
+        manager.restore()
+        for step in steps:
+            live.train(range(done, step))
+            done = step
+            states[step] = live.state()
+            manager.save(step).upload_completion.result(WAIT_S)
+    return live, states
+
+
+# --- exactness ---
+
+
+@pytest.mark.parametrize("mode", ["blocking", "overlapped"])
+def test_restored_run_goes_on_exactly_like_the_one_that_was_never_interrupted(
+    place: Place, mode: Any
+) -> None:
+    reference = Live.new()
+    seed_all(1)
+    expected = reference.train(range(26))
+
+    live = Live.new()
+    with place.manager(live, mode=mode, save_interval_steps=6) as manager:
+        assert manager.restore() == 0
+        seed_all(1)
+        losses = live.train(range(8), manager)
+        assert manager.attempt == 1
+    assert losses == expected[:8]
+
+    at_save = Live.new()
+    seed_all(1)
+    at_save.train(range(6))
+
+    other = Live.new(seed=9)
+    other.train(range(3))
+    other.extra["leftover"] = 1
+    with place.manager(other, mode=mode, save_interval_steps=6) as manager:
+        assert manager.restore() == 6
+        assert manager.attempt == 2
+        assert_equal_runs(other, at_save)
+        assert other.train(range(6, 26), manager) == expected[6:]
+    assert_equal_runs(other, reference)
+
+
+@pytest.mark.parametrize("mode", ["blocking", "overlapped"])
+@pytest.mark.parametrize("save_at", [0, 1])
+def test_saving_before_and_after_the_first_step_changes_nothing(
+    place: Place, mode: Any, save_at: int
+) -> None:
+    reference = Live.new()
+    expected = reference.train(range(5))
+
+    live = Live.new()
+    with place.started(live, mode=mode) as manager:
+        losses = live.train(range(save_at))
+        manager.save(save_at)
+        losses += live.train(range(save_at, 5))
+    assert losses == expected
+    assert_equal_runs(live, reference)
+
+    other = Live.new(seed=3)
+    with place.manager(other) as manager:
+        assert manager.restore() == save_at
+    assert other.train(range(save_at, 5)) == expected[save_at:]
+
+
+def test_restore_right_after_a_save_in_the_same_process_gets_that_save(place: Place) -> None:
+    live = Live.new()
+    with place.started(live) as manager:
+        live.train(range(2))
+        expected = live.state()
+        manager.save(2)
+        live.train(range(2, 4))
+        assert manager.restore() == 2
+        assert_same_bits(live.state(), expected)
+
+
+def test_going_back_to_an_earlier_step_begins_an_attempt_that_latest_follows(place: Place) -> None:
+    live, states = save_steps(place, [1, 3])
+    with place.manager(live) as manager:
+        assert manager.restore(1) == 1
+        assert_same_bits(live.state(), states[1])
+        assert manager.attempt == 2
+        assert manager.latest_step() == 1
+        live.train(range(1, 2))
+        manager.save(2).upload_completion.result(WAIT_S)
+        assert manager.latest_step() == 2
+        assert manager.all_steps() == [1, 2, 3]
+        assert manager.restore("000000000003.a000001") == 3
+        assert_same_bits(live.state(), states[3])
+
+
+def test_plain_state_is_restored_in_the_callers_own_dict_and_stateful_objects_by_their_loader(
+    place: Place,
+) -> None:
+    class Loader:
+        def __init__(self) -> None:
+            self.position: dict[str, Any] = {}
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.position
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.position = state
+
+    loader = Loader()
+    loader.position = {"queue": [torch.arange(3), (torch.ones(0), {"a": torch.tensor(True)})], (1, "k"): b"x"}
+    plain: dict[Any, Any] = {"epoch": 3, "list": [1, 2]}
+    live = Live.new()
+    with place.started(live, dataloader=loader, state={"extra": live.extra, "plain": plain}) as manager:
+        manager.save(0)
+        loader.position["queue"][0].add_(1)  # at once after the save: what was stored must be a copy
+        plain["list"].append(3)
+
+    other = Loader()
+    mine: dict[Any, Any] = {"epoch": 0, "gone": 1}
+    with place.manager(live, dataloader=other, state={"extra": live.extra, "plain": mine}) as manager:
+        manager.restore()
+    assert mine == {"epoch": 3, "list": [1, 2]}
+    assert other.position["queue"][0].tolist() == [0, 1, 2]
+    assert other.position["queue"][1][0].shape == (0,)
+    assert other.position["queue"][1][1]["a"].dtype == torch.bool
+    assert other.position[1, "k"] == b"x"
+
+
+# --- overlapped ---
+
+
+def test_snapshot_of_a_state_that_changed_meanwhile_is_thrown_away_and_taken_again(place: Place) -> None:
+    live = Live.new()
+    with place.started(live, mode="overlapped") as manager:
+        live.train(range(1))
+        with capture_held(manager) as gate:
+            handle = manager.save(1)
+            assert not handle.staging_completion.done()
+            with torch.no_grad():
+                live.model.up.weight.mul_(2)
+            gate.set()
+            with pytest.raises(SnapshotTornError) as caught:
+                handle.staging_completion.result(WAIT_S)
+        assert caught.value.code == "torn"
+        assert "model.up.weight" in str(caught.value)
+        assert isinstance(handle.upload_completion.exception(WAIT_S), SnapshotTornError)
+
+        live.train(range(1, 2))
+        expected = live.state()
+        retaken = manager.step(1)  # no interval: taken because the last was torn
+        assert retaken is not None
+        assert retaken.staging_completion.done()  # blocking
+        assert manager.step(2) is None
+        retaken.upload_completion.result(WAIT_S)
+        assert manager.all_steps() == [2]
+    other = Live.new(seed=4)
+    with place.manager(other) as manager:
+        manager.restore()
+    assert_same_bits(other.state(), expected)
+
+
+def test_same_step_may_be_saved_again_when_its_snapshot_was_torn(place: Place) -> None:
+    live = Live.new()
+    with place.started(live, mode="overlapped") as manager:
+        with capture_held(manager):
+            torn = manager.save(1)
+            with torch.no_grad():
+                live.model.up.weight.zero_()
+        assert isinstance(torn.upload_completion.exception(WAIT_S), SnapshotTornError)
+        manager.save(1).upload_completion.result(WAIT_S)
+        with pytest.raises(RefusedError):
+            manager.save(1)
+
+
+def test_torn_snapshot_that_nobody_took_again_is_an_error_at_the_end(place: Place) -> None:
+    live = Live.new()
+    manager = place.started(live, mode="overlapped")
+    with capture_held(manager), torch.no_grad():
+        manager.save(1)
+        live.model.up.weight.zero_()
+    with pytest.raises(SnapshotTornError), manager:
+        pass
+
+
+def test_edit_under_the_lock_waits_for_the_copy_and_tears_nothing(place: Place) -> None:
+    live = Live.new()
+    with place.started(live, mode="overlapped") as manager:
+        expected = live.state()
+        with capture_held(manager) as gate:
+            handle = manager.save(1)
+
+            def edit() -> None:
+                with manager.lock(), torch.no_grad():
+                    live.model.up.weight.zero_()
+
+            editor = threading.Thread(target=edit)
+            editor.start()
+            editor.join(0.2)
+            assert editor.is_alive()
+            gate.set()
+            editor.join(WAIT_S)
+        handle.upload_completion.result(WAIT_S)
+        assert not live.model.up.weight.any()
+        manager.restore()
+        assert_same_bits(live.state(), expected)
+
+
+def test_optimizer_step_waits_for_the_copy_and_forward_and_backward_do_not(place: Place) -> None:
+    live = Live.new()
+    with place.started(live, mode="overlapped") as manager:
+        live.train(range(2))
+        expected = live.state()
+        with capture_held(manager) as gate:
+            handle = manager.save(2)
+            tokens = torch.zeros(1, 3, dtype=torch.long)
+            live.model(tokens).square().sum().backward()  # also changes the buffer `seen`
+            stepper = threading.Thread(target=live.optimizer.step)
+            stepper.start()
+            stepper.join(0.2)
+            assert stepper.is_alive()
+            gate.set()
+            stepper.join(WAIT_S)
+        handle.upload_completion.result(WAIT_S)
+        assert bits_of(live.model.up.weight) != bits_of(expected["model.up.weight"])
+        assert bits_of(live.model.seen) != bits_of(expected["model.seen"])
+        manager.restore()
+        assert_same_bits(live.state(), expected)
+
+
+def test_running_statistics_are_those_of_the_moment_of_the_save(place: Place) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    made = {"model": model, "optimizer": optimizer, "staging_dir": place.staging}
+    with CheckpointManager(place.url, **made) as manager:
+        manager.restore()
+        for n in range(3):
+            model(torch.randn(8, 3) + n).sum().backward()
+            optimizer.step()
+        expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        with capture_held(manager):
+            handle = manager.save(3)
+            model(torch.randn(8, 3) + 9)
+        handle.upload_completion.result(WAIT_S)
+        assert model[1].num_batches_tracked == 4
+        manager.restore()
+        assert_same_bits(model.state_dict(), expected)
+
+
+def test_training_does_not_wait_for_the_capture_thread(place: Place) -> None:
+    live = Live.new()
+    with place.started(live, mode="overlapped") as manager, capture_held(manager):
+        handle = manager.save(1)
+        assert not handle.staging_completion.done()
+        assert manager.should_save(1) is False
+
+
+# --- choosing, refusing ---
+
+
+def test_empty_run_has_no_steps_and_starts_at_zero(place: Place) -> None:
+    live = Live.new()
+    with place.manager(live) as manager:
+        assert manager.latest_step() is None
+        assert manager.all_steps() == []
+        assert manager.attempt is None
+        with pytest.raises(NotFoundError):
+            manager.restore(3)
+        assert manager.restore() == 0
+
+
+def test_step_saves_when_due_by_interval_or_policy(place: Place) -> None:
+    live = Live.new()
+    with place.started(live, save_interval_steps=2) as manager:
+        handles = [manager.step(iteration) for iteration in range(4)]
+        assert [handle.step for handle in handles if handle is not None] == [2, 4]
+    assert [handle is None for handle in handles] == [True, False, True, False]
+
+    class Odd:
+        def should_save(self, step: int) -> bool:
+            return step in (7, 9)
+
+    with place.manager(live, save_decision_policy=Odd()) as manager:
+        assert manager.restore() == 4
+        assert [n for n in range(4, 12) if manager.step(n) is not None] == [6, 8]
+        manager.wait_until_finished(WAIT_S)
+        assert manager.all_steps() == [2, 4, 7, 9]
+    assert not EveryNSteps(0).should_save(0)
+    with pytest.raises(InvalidInputError):
+        EveryNSteps(-1)
+
+
+def test_save_before_restore_is_refused(place: Place) -> None:
+    live, _ = save_steps(place, [2])
+    with place.manager(live) as manager:
+        with pytest.raises(InvalidInputError) as caught:
+            manager.save(3)
+        assert caught.value.code == "not-started"
+        assert manager.attempt is None
+        assert manager.restore() == 2
+        manager.save(3)
+
+
+def test_start_over_begins_beside_what_exists_and_latest_follows_it(place: Place) -> None:
+    _, states = save_steps(place, [2])
+    other = Live.new(seed=8)
+    before = other.state()
+    with place.manager(other) as manager:
+        assert manager.restore(start_over=True) == 0
+        assert_same_bits(other.state(), before)
+        assert manager.latest_step() is None
+        manager.save(1).upload_completion.result(WAIT_S)
+        assert manager.latest_step() == 1
+        assert manager.all_steps() == [1, 2]
+        assert manager.restore(2) == 2
+        assert_same_bits(other.state(), states[2])
+
+
+def test_unknown_step_is_not_found_and_changes_nothing(place: Place) -> None:
+    live, _ = save_steps(place, [1])
+    live.train(range(1, 2))
+    before = live.state()
+    with place.manager(live) as manager:
+        for wanted in (5, "5", "000000000005.a000001"):
+            with pytest.raises(NotFoundError):
+                manager.restore(wanted)
+        for wrong in ("newest", -1):
+            with pytest.raises(InvalidInputError):
+                manager.restore(wrong)
+        assert_same_bits(live.state(), before)
+        assert manager.attempt is None
+
+
+def test_steps_must_grow_within_an_attempt(place: Place) -> None:
+    live = Live.new()
+    with place.started(live) as manager:
+        manager.save(5)
+        for step in (5, 4):
+            with pytest.raises(RefusedError) as caught:
+                manager.save(step)
+            assert caught.value.code == "step-order"
+        manager.save(6)
+        with pytest.raises(InvalidInputError):
+            manager.save(-1)
+
+
+def test_mismatch_is_raised_before_anything_changes_and_not_strict_restores_the_rest(place: Place) -> None:
+    _, states = save_steps(place, [2])
+    other = Live.new(seed=5)
+    other.model.add = nn.Linear(2, 2)
+    before = other.state()
+    with place.manager(other, state={"extra": other.extra, "more": {}}) as manager:
+        with pytest.raises(InvalidInputError) as caught:
+            manager.restore()
+        assert caught.value.code == "mismatch"
+        for name in ("model.add.weight", "model.add.bias", "more (whole item)"):
+            assert name in str(caught.value.context["missing"])
+        assert_same_bits(other.state(), before)
+        assert manager.attempt is None
+        assert manager.restore(strict=False) == 2
+    found = other.state()
+    assert_same_bits({name: found[name] for name in states[2]}, states[2])
+    assert bits_of(found["model.add.weight"]) == bits_of(before["model.add.weight"])
+
+
+def test_value_that_cannot_be_stored_is_named_and_nothing_is_written(place: Place) -> None:
+    live = Live.new()
+    with place.started(live) as manager:
+        live.extra["deep"] = {"list": [0, object()]}
+        with pytest.raises(InvalidInputError) as caught:
+            manager.save(1)
+        assert "['deep']['list'][1]" in str(caught.value.context["path"])
+        del live.extra["deep"]
+        manager.save(1).upload_completion.result(WAIT_S)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"mode": "fast"},
+        {"on_busy": "drop"},
+        {"on_error": "ignore"},
+        {"keep_last": 0},
+        {"keep_every": 10},
+        {"keep_local": 0},
+        {"save_interval_steps": -1},
+        {"store_options": {"secret_access_key": "x"}},
+        {"store_options": {"AWS_SESSION_TOKEN": "x"}},
+        {"store_options": {"account_key": "x"}},
+        {"store_options": {"sas_key": "x"}},
+        {"state": {"model": {}}},
+        {"state": {"a.b": {}}},
+        {"state": {"thing": object()}},
+        {"state": {"frozen": ()}},
+        {"per_rank": ("model",)},
+        {"per_rank": ("typo",)},
+        {"mode": "overlapped", "optimizer": None},
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_refused_before_anything_is_written(
+    tmp_path: Path, wrong: dict[str, Any]
+) -> None:
+    place = Place(f"file://{tmp_path}/store/run", tmp_path / "staging")
+    with pytest.raises(InvalidInputError):
+        place.manager(Live.new(), **wrong)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("url", ["s3://bucket", "", "file:///a/b c", "s3://me:hidden@bucket/run"])
+def test_wrong_urls_are_refused(tmp_path: Path, url: str) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        Place(url, tmp_path / "staging").manager(Live.new())
+    assert "hidden" not in str(caught.value)
+
+
+def test_closed_manager_refuses_and_closing_twice_is_fine(place: Place) -> None:
+    live = Live.new()
+    manager = place.started(live, save_interval_steps=1)
+    manager.save(1).upload_completion.result(WAIT_S)
+    manager.close()
+    manager.close()
+    for call in (lambda: manager.save(2), lambda: manager.step(1), manager.restore):
+        with pytest.raises(InvalidInputError) as caught:
+            call()
+        assert "closed" in str(caught.value)
+    live.train(range(1))  # its hooks are gone
+    assert manager.all_steps() == [1]
+
+
+# --- the end of the block ---
+
+
+def test_with_block_waits_for_the_commit(place: Place) -> None:
+    live = Live.new()
+    with place.started(live) as manager:
+        handle = manager.save(1)
+    assert handle.done()
+    assert manager.all_steps() == [1]
+
+
+def test_exception_in_the_block_does_not_lose_what_was_handed_over(place: Place) -> None:
+    live = Live.new()
+    manager = place.started(live, mode="overlapped")
+    expected = live.state()
+    with pytest.raises(ZeroDivisionError), manager:
+        manager.save(1 // (manager.save(1).step - 1))
+    eventually(lambda: manager.all_steps() == [1], timeout_s=WAIT_S)
+    other = Live.new(seed=2)
+    with place.manager(other) as manager:
+        assert manager.restore() == 1
+    assert_same_bits(other.state(), expected)
+
+
+def test_waiting_has_a_limit_when_asked_for(place: Place) -> None:
+    live = Live.new()
+    manager = place.started(live)
+    manager.save(1).upload_completion.result(WAIT_S)
+    pid = manager._pipeline._flusher.pid
+    try:
+        os.kill(pid, signal.SIGSTOP)
+        manager.save(2)
+        with pytest.raises(TimeoutExceededError) as caught:
+            manager.wait_until_finished(0.1)
+        assert caught.value.context["steps"] == [2]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    manager.wait_until_finished(WAIT_S)
+    manager.close()
+    assert manager.all_steps() == [1, 2]
+
+
+def test_retention_keeps_the_newest_and_every_nth(place: Place) -> None:
+    live = Live.new()
+    with place.started(live, keep_last=2, keep_every=4) as manager:
+        for step in range(1, 8):
+            manager.save(step).upload_completion.result(WAIT_S)
+        eventually(lambda: manager.all_steps() == [4, 6, 7], timeout_s=WAIT_S)
+
+
+# --- damage ---
+
+
+def _flip_a_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-8] ^= 0x40
+    path.chmod(0o600)
+    path.write_bytes(data)
+
+
+def test_latest_falls_back_to_the_checkpoint_before_when_no_copy_is_good(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, states = save_steps(place, [1, 2])
+    for path in place.segments(CheckpointId(2, 1)):
+        _flip_a_byte(path)
+    other = Live.new(seed=6)
+    with place.manager(other) as manager:
+        with pytest.raises(CorruptError):
+            manager.restore(2)
+        caplog.clear()
+        assert manager.restore() == 1
+        assert_same_bits(other.state(), states[1])
+        fallback = [r for r in caplog.records if getattr(r, "event", "") == "restore.fallback"]
+        assert [str(r.fields["damaged"]) for r in fallback] == ["000000000002.a000001"]  # type: ignore[attr-defined]
+        other.train(range(1, 2))
+        manager.save(2).upload_completion.result(WAIT_S)  # the same step again, in a new attempt
+        assert manager.latest_step() == 2
+    with place.manager(other) as manager:
+        assert manager.restore() == 2
+
+
+def test_every_checkpoint_damaged_is_an_error_not_a_fresh_start(place: Place) -> None:
+    save_steps(place, [1])
+    for path in place.segments(CheckpointId(1, 1)):
+        _flip_a_byte(path)
+    with place.manager(Live.new()) as manager:
+        with pytest.raises(CorruptError):
+            manager.restore()
+        assert manager.attempt is None
+
+
+def test_bad_local_copy_is_repaired_from_the_store(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ckpt")
+    _, states = save_steps(place, [1])
+    _flip_a_byte(place.segments(CheckpointId(1, 1))[0])
+    other = Live.new(seed=6)
+    with place.manager(other) as manager:
+        assert manager.restore() == 1
+    assert_same_bits(other.state(), states[1])
+    done = next(r for r in caplog.records if getattr(r, "event", "") == "restore.done")
+    assert done.fields["repaired_chunks"] == 1  # type: ignore[attr-defined]
+    assert done.fields["remote_nbytes"] > 0  # type: ignore[attr-defined]
+
+
+def test_object_that_is_gone_is_read_from_the_local_copy(place: Place) -> None:
+    _, states = save_steps(place, [1])
+    place.segments(CheckpointId(1, 1))[1].unlink()
+    other = Live.new(seed=6)
+    with place.manager(other) as manager:
+        assert manager.restore() == 1
+    assert_same_bits(other.state(), states[1])
