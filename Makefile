@@ -18,13 +18,13 @@ help:
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,test,demo,dev]'
+	$(RUN) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[torch,test,demo,dev]'
 	touch $@
 
 # The generator pins protobuf below 6; it must not share an environment with the run time.
 $(PROTO_VENV)/.ready: requirements-proto.txt
 	$(PYTHON) -m venv $(PROTO_VENV)
-	$(PROTO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-proto.txt
+	$(PROTO_VENV)/bin/python -m pip install -qq --disable-pip-version-check -r requirements-proto.txt
 	touch $@
 
 demo: $(VENV)/.ready

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ckpt.errors import CkptError, TimeoutExceededError, from_kind
+from ckpt.errors import CkptError, TimeoutExceededError, UnavailableError, from_kind
 from ckpt.events import event, get_logger
 from ckpt_trainer_hooks.compat import default_store
 
@@ -82,15 +82,31 @@ class Agreement:
     def gather(self, topic: str, value: Any) -> list[Any]:
         """Return every rank's ``value`` (something that JSON can carry), by rank.
 
+        Each rank talks to the store a fixed number of times: rank 0 collects and passes on.
+
         Raises:
-            TimeoutExceededError: names all the ranks that did not come.
+            TimeoutExceededError: names all the ranks that did not come; on every rank.
         """
         if self._store is None:
             return [value]
         prefix = f"{self._prefix}/{next(self._calls)}/{topic}"
-        self._store.set(f"{prefix}/{self.rank}", json.dumps(value))
-        ranks = list(range(self.world_size))
-        return [json.loads(raw) for raw in self._wait([f"{prefix}/{rank}" for rank in ranks], topic, ranks)]
+        everything = f"{prefix}/all"
+        if self.rank != 0:
+            self._store.set(f"{prefix}/{self.rank}", json.dumps(value))
+            # Rank 0 waits as long and then says who was missing, so it gets a little more time.
+            outcome = json.loads(self._wait([everything], topic, [0], extra_s=_SLICE_S)[0])
+            if "error" in outcome:
+                raise _error_from_json(outcome["error"])
+            return list(outcome["values"])
+        others = list(range(1, self.world_size))
+        try:
+            found = self._wait([f"{prefix}/{rank}" for rank in others], topic, others)
+        except TimeoutExceededError as error:
+            self._store.set(everything, json.dumps({"error": _error_to_json(error)}))
+            raise
+        values = [value, *(json.loads(raw) for raw in found)]
+        self._store.set(everything, json.dumps({"values": values}))
+        return values
 
     @contextlib.contextmanager
     def together(self, topic: str) -> Iterator[None]:
@@ -114,14 +130,18 @@ class Agreement:
                 raised.context.setdefault("rank", rank)
                 raise raised
 
-    def _wait(self, keys: list[str], topic: str, ranks: list[int]) -> list[bytes]:
+    def _wait(self, keys: list[str], topic: str, ranks: list[int], *, extra_s: float = 0.0) -> list[bytes]:
         assert self._store is not None
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self._timeout_s + extra_s
         while True:
             left = deadline - time.monotonic()
             try:
                 self._store.wait(keys, timedelta(seconds=max(0.05, min(_SLICE_S, left))))
                 return [self._store.get(key) for key in keys]
+            except dist.DistNetworkError as error:
+                raise UnavailableError(
+                    "the job's key-value store is gone: the process that hosts it has died", topic=topic
+                ) from error
             except dist.DistStoreError:
                 missing = [
                     rank for key, rank in zip(keys, ranks, strict=True) if not self._store.check([key])
