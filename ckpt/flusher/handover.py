@@ -22,8 +22,9 @@ from ckpt_proto.v1 import common_pb2, flusher_pb2, staging_pb2
 __all__ = ["Handover"]
 
 _FIRST_WAIT_S = 0.1
-_LONGEST_WAIT_S = 5.0
+_LONGEST_WAIT_S = 2.0
 _START_EVERY_S = 15.0  # a server needs a second or two; one that cannot start must not be tried in a loop
+_START_AGAIN_S = 2.0  # the same after one that did answer, and has died since
 _log = get_logger("flusher.handover")
 _State = staging_pb2.StepStatus
 _Event = flusher_pb2.FlusherEvent
@@ -79,7 +80,8 @@ class Handover:
         self._emit = emit
         self._on_change = on_change
         self._on_absent = on_absent
-        self._absent_after = clock.monotonic()  # when on_absent may be called again
+        # When on_absent may be called again, unless a server answers / once one has answered. Only ckpt-tell.
+        self._absent_after = self._start_again_after = clock.monotonic()
         self._clock = clock
         self._steps: dict[CheckpointId, _Step] = {}  # guarded by self._wake
         self._wake = threading.Condition()
@@ -137,7 +139,8 @@ class Handover:
             except (InvalidInputError, CorruptError) as error:
                 self._refused(step, error)
             except CkptError as error:
-                self._hiccup(error)
+                if self._hiccup(error):
+                    pause = _FIRST_WAIT_S
                 self._sleep(pause)
                 pause = min(pause * 2, _LONGEST_WAIT_S)
                 continue
@@ -164,6 +167,7 @@ class Handover:
         with self._wake:
             step.is_told = True
             self._warned = None
+        self._absent_after = min(self._absent_after, self._start_again_after)
         event(_log, logging.INFO, "handover.accepted", id=step.ident, rank=step.rank)
         if self._watcher.ident is None:
             self._watcher.start()
@@ -175,22 +179,25 @@ class Handover:
             step.is_told = True
         self._end(step, _Event.STATE_FAILED, error_info(error))
 
-    def _hiccup(self, error: CkptError) -> None:
+    def _hiccup(self, error: CkptError) -> bool:
+        """Take note that the server did not take a step; return whether a new one is on its way."""
         if self._remote is not None:
             self._remote.forget()
         if isinstance(error, UnavailableError) and self._bring_server():
-            return
+            return True
         if error.code == self._warned:
-            return
+            return False
         self._warned = error.code  # once per reason: an absent server is tried every few seconds
         event(_log, logging.WARNING, "handover.waiting", error=error)
         self._emit(_Event(state=_Event.STATE_WARNING, error=error_info(error)))
+        return False
 
     def _bring_server(self) -> bool:
         """Have a server started; False where that is not our business, or was done a moment ago."""
         if self._on_absent is None or self._clock.monotonic() < self._absent_after:
             return False
         self._absent_after = self._clock.monotonic() + _START_EVERY_S
+        self._start_again_after = self._clock.monotonic() + _START_AGAIN_S
         try:
             self._on_absent()
         except CkptError as error:

@@ -24,4 +24,4 @@ def assert_same_bits(found: Mapping[str, torch.Tensor], expected: Mapping[str, t
         or found[name].shape != tensor.shape
         or bits_of(found[name]) != bits_of(tensor)
     ]
-    assert wrong == []
+    assert wrong == [], wrong  # said in full also outside pytest
