@@ -107,8 +107,10 @@ class _Collector:
         self._values: dict[str, Any] = decode_value(values, leaf=self._read_leaf)
         self._aliases: dict[str, str] = self._values["aliases"]
         self._rank_items: dict[str, Any] = {}
-        if rank_values is not None and state.per_rank:
-            self._rank_items = decode_value(rank_values, leaf=self._read_leaf)["items"]
+        if rank_values is not None:
+            # Tensors of items that are not registered here need not be read.
+            leaf = self._read_leaf if state.per_rank else lambda _: None
+            self._rank_items = decode_value(rank_values, leaf=leaf)["items"]
 
     def run(self) -> RestoreTargets:
         collectors: dict[ItemKind, Callable[[str, Any, Mapping[str, Any]], None]] = {
@@ -133,7 +135,8 @@ class _Collector:
 
     def _find_unexpected(self, shared: Mapping[str, Any]) -> None:
         unexpected = self._result.mismatch.unexpected
-        unexpected += [f"{name} (whole item)" for name in shared if name not in self._state.items]
+        saved_items = [*shared, *self._rank_items]
+        unexpected += [f"{name} (whole item)" for name in saved_items if name not in self._state.items]
         unexpected += [
             name
             for name in self._saved
