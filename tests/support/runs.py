@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import random
-import signal
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ckpt.flusher import embedded
 from ckpt.format import keys
 from ckpt.format.ids import CheckpointId
 from ckpt.storage.staging import StagingDir
@@ -138,13 +135,9 @@ def capture_held(manager: CheckpointManager) -> Iterator[threading.Event]:
 
 
 def stop_server(staging: Path) -> None:
-    """End the embedded server of a staging directory, and wait until it has gone."""
-    path = staging / "server.json"
-    if not path.exists():
-        return
-    pid = json.loads(path.read_text())["pid"]
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGTERM)
-    deadline = time.monotonic() + 20
-    while path.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    """End the embedded server of a staging directory and those that wait to take over, all started here."""
+    mine = [child for child in embedded._children if str(staging) in child.args]  # type: ignore[operator]
+    for child in mine:
+        child.terminate()
+    for child in mine:
+        child.wait(30)
