@@ -1,4 +1,4 @@
-"""What does not grow: plan and commit for thousands of ranks, list and latest for thousands of checkpoints."""
+"""What does not grow: plan and commit with the ranks, list and latest with the checkpoints."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def generate(out: Path) -> None:
     from grpc_tools import protoc  # only this environment has it
 
     if version("grpcio-tools") != PINNED:
-        sys.exit(f"grpcio-tools {PINNED} generates this code, not {version('grpcio-tools')}: run `make proto`")
+        sys.exit(f"grpcio-tools {PINNED} generates this code: run `make proto`")
     protos = sorted(str(path) for path in (HERE / "ckpt_proto" / "v1").glob("*.proto"))
     include = str(files("grpc_tools") / "_proto")
     services = [path for path in protos if "\nservice " in Path(path).read_text()]

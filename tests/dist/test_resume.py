@@ -57,5 +57,7 @@ def _run_and_resume(rank: int, world: int, root: Path, kind: str, mode: str) -> 
         (1, "single", "overlapped"),
     ],
 )
-def test_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path, world: int, kind: str, mode: str) -> None:
+def test_resumed_run_is_bitwise_the_uninterrupted_one(
+    tmp_path: Path, world: int, kind: str, mode: str
+) -> None:
     run_ranks(world, _run_and_resume, tmp_path, kind, mode)

@@ -26,7 +26,7 @@ STEPS = 3
 
 def _save(rank: int, world: int, url: str, staging: Path, reference: Path) -> None:
     model, optimizer = build("fsdp2", world)
-    with CheckpointManager(url, model=model, optimizer=optimizer, staging_dir=staging, timeout_s=60) as manager:
+    with CheckpointManager(url, model=model, optimizer=optimizer, staging_dir=staging) as manager:
         manager.restore()
         for step in range(STEPS):
             list(train(model, optimizer, range(step, step + 1)))
@@ -38,7 +38,7 @@ def _save(rank: int, world: int, url: str, staging: Path, reference: Path) -> No
 
 def _restore(rank: int, world: int, url: str, staging: Path, reference: Path, kind: str) -> None:
     model, optimizer = build(kind, world, seed=9)
-    with CheckpointManager(url, model=model, optimizer=optimizer, staging_dir=staging, timeout_s=60) as manager:
+    with CheckpointManager(url, model=model, optimizer=optimizer, staging_dir=staging) as manager:
         assert manager.restore() == STEPS
         assert_same_bits(full_state(model, optimizer), torch.load(reference))
 

@@ -42,7 +42,7 @@ class OddNet(nn.Module):
 def build(
     kind: str, world: int, *, dropout: float = 0.0, seed: int = 0
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return the model on the topology ``kind`` over all ranks, and an AdamW over it. Same weights everywhere."""
+    """Return the model on the topology ``kind`` over all ranks, and an AdamW; the same weights everywhere."""
     torch.manual_seed(seed)
     model: nn.Module = OddNet(dropout=dropout)
     if kind == "ddp":
