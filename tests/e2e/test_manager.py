@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -21,6 +22,7 @@ from ckpt.errors import (
     RefusedError,
     SnapshotTornError,
     TimeoutExceededError,
+    UnavailableError,
 )
 from ckpt.format.ids import CheckpointId
 from ckpt_trainer_hooks import CheckpointManager, EveryNSteps
@@ -505,6 +507,17 @@ def test_exception_in_the_block_does_not_lose_what_was_handed_over(place: Place)
     with place.manager(other) as manager:
         assert manager.restore() == 1
     assert_same_bits(other.state(), expected)
+
+
+def test_nobody_hangs_on_the_handle_of_a_manager_that_was_closed(place: Place) -> None:
+    live = Live.new()
+    manager = place.started(live)
+    handle = manager.save(1)
+    manager.close()
+    handle.local_completion.result(WAIT_S)
+    with contextlib.suppress(UnavailableError):  # unless the commit was faster than the close
+        handle.upload_completion.result(WAIT_S)
+    eventually(lambda: manager.all_steps() == [1], timeout_s=WAIT_S)
 
 
 def test_waiting_has_a_limit_when_asked_for(place: Place) -> None:

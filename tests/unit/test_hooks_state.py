@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -126,6 +127,14 @@ def test_structure_comes_from_the_checkpoint_not_from_the_live_dict() -> None:
     assert live["was"] is None
     assert live["t"].tolist() == [1, 1]
     assert live["shrunk"] == {}
+
+
+def test_mapping_of_any_type_may_be_registered() -> None:
+    saved: defaultdict[str, int] = defaultdict(int, a=1)
+    live: defaultdict[str, int] = defaultdict(lambda: 5, b=2)
+    put_back(take(train_state(counts=saved)), train_state(counts=live))
+    assert live == {"a": 1}
+    assert live["new"] == 5
 
 
 @pytest.mark.parametrize(

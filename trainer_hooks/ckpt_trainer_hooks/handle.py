@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+import contextlib
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 
 from ckpt.errors import CkptError
@@ -37,7 +38,14 @@ class SaveHandle:
         """Fail every completion that is still open."""
         for future in (self.staging_completion, self.local_completion, self.upload_completion):
             if not future.done():
-                future.set_exception(error)
+                with contextlib.suppress(InvalidStateError):  # another thread was faster
+                    future.set_exception(error)
+
+    def fail_upload(self, error: CkptError) -> None:
+        """Fail the last completion only."""
+        if not self.upload_completion.done():
+            with contextlib.suppress(InvalidStateError):
+                self.upload_completion.set_exception(error)
 
     def done(self) -> bool:
         """Return whether nothing more will happen, well or badly."""
@@ -47,4 +55,5 @@ class SaveHandle:
     def settle(future: Future[None]) -> None:
         """Mark a completion as reached, unless it has an outcome already."""
         if not future.done():
-            future.set_result(None)
+            with contextlib.suppress(InvalidStateError):  # another thread was faster
+                future.set_result(None)

@@ -238,7 +238,8 @@ class CheckpointManager:
     def lock(self) -> Iterator[None]:
         """Hold around an edit of parameters outside ``optimizer.step()`` (EMA swap, manual initialisation).
 
-        Waits until no copy of the state is running, for one memory copy at most.
+        Waits until no copy of the state is running, for one memory copy at most. An edit that does without
+        is found and the snapshot thrown away, unless it goes through ``.data``, which leaves no trace.
         """
         self._pipeline.wait_until_captured()
         yield
@@ -391,7 +392,10 @@ class CheckpointManager:
 
     def _begin_session(self) -> None:
         if self._session is None:
-            self._session = agree_on_session(self._agreement, self._config, self._staging)
+            self._session = agree_on_session(
+                self._agreement, self._config, self._staging, self._state.names_digest()
+            )
+            self._state.builder.replicate_over(self._session.peers)
             if self._session.hosts_server and self._server is None:
                 start_embedded_server(
                     self._staging, trainer_pid=os.getpid(), environment={**os.environ, **python_path()}

@@ -165,6 +165,14 @@ class SavePipeline:
         self.wait_until_captured()
         self._threads.shutdown(wait=True)
         self._flusher.close(wait=False)
+        for handle in self.pending():  # nobody will hear of their commit; whoever waits must not hang
+            handle.fail_upload(
+                UnavailableError(
+                    "the manager was closed before the commit was known; the staging server goes on with it",
+                    code="closed",
+                    step=handle.step,
+                )
+            )
         self._binding = None
         arenas = [self._arena] if self._arena is not None else []
         if self._prefault is not None and self._prefault.exception() is None:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 import ckpt
+from ckpt.digest import digest_hex
 from ckpt.errors import InvalidInputError
 from ckpt.format.values import encode_value
 from ckpt_proto.v1 import common_pb2
@@ -126,6 +127,15 @@ class TrainState:
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
         return self.of_kind(ItemKind.OPTIMIZER)
 
+    def names_digest(self) -> str:
+        """Digest of the names of all module tensors: the same on ranks that hold the same part of the model."""
+        names = [
+            f"{item}.{fqn}"
+            for item, module in self.modules.items()
+            for fqn in canonical_names(module, list(module.state_dict())).values()
+        ]
+        return digest_hex("\0".join(sorted(names)).encode())
+
     def flatten(self) -> FlatState:
         """Walk the items. Copies nothing of a tensor, changes nothing, makes no optimizer step.
 
@@ -204,7 +214,7 @@ class _Flattening:
         return {"kind": str(ItemKind.STATEFUL), "state": stateful.state_dict()}
 
     def _plain(self, item: str, value: Any) -> dict[str, Any]:
-        return {"kind": str(ItemKind.PLAIN), "value": value}
+        return {"kind": str(ItemKind.PLAIN), "value": dict(value)}  # restored in place, so of any type
 
     def _shared_leaf(self, path: str, value: object) -> str | None:
         """Store a tensor that was met inside plain values; it is copied at once, never deferred."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from ckpt.plan.read import Want
 from ckpt_proto.v1 import common_pb2
 from ckpt_trainer_hooks.compat import as_dtensor, local_tensor
 from ckpt_trainer_hooks.layout import dtype_name, torch_dtype
+from ckpt_trainer_hooks.merge import merge_values
 from ckpt_trainer_hooks.names import canonical_names, owned_tensors, parameter_names
 from ckpt_trainer_hooks.state import ItemKind, TrainState, is_tensor_entry
 
@@ -78,14 +79,17 @@ class RestoreTargets:
 
 
 def collect_targets(
-    state: TrainState, saved: LayoutSet, values: common_pb2.Value, rank_values: common_pb2.Value | None
+    state: TrainState,
+    saved: LayoutSet,
+    values: Sequence[common_pb2.Value],
+    rank_values: common_pb2.Value | None,
 ) -> RestoreTargets:
     """Match the live state with a checkpoint. Changes nothing yet.
 
     Args:
         state: the registered objects.
         saved: layouts of the checkpoint.
-        values: SegmentIndex.state of rank 0.
+        values: SegmentIndex.state of the ranks that the manifest's state_ranks name.
         rank_values: SegmentIndex.rank_state of this rank; None where this rank has none.
     """
     return _Collector(state, saved, values, rank_values).run()
@@ -96,7 +100,7 @@ class _Collector:
         self,
         state: TrainState,
         saved: LayoutSet,
-        values: common_pb2.Value,
+        values: Sequence[common_pb2.Value],
         rank_values: common_pb2.Value | None,
     ) -> None:
         self._state = state
@@ -104,7 +108,8 @@ class _Collector:
         self._result = RestoreTargets()
         self._used: set[str] = set()
         self._filled: dict[tuple[object, ...], tuple[str, str]] = {}  # place: live name, stored name
-        self._values: dict[str, Any] = decode_value(values, leaf=self._read_leaf)
+        self._leaves: dict[str, torch.Tensor] = {}
+        self._values = merge_values([decode_value(value, leaf=self._read_leaf) for value in values])
         self._aliases: dict[str, str] = self._values["aliases"]
         self._rank_items: dict[str, Any] = {}
         if rank_values is not None:
@@ -173,11 +178,12 @@ class _Collector:
         parameters = {
             names[id(p)]: p for group in optimizer.param_groups for p in group["params"] if id(p) in names
         }
+        on_device = _keeping_step_on_device(optimizer)
         loaded: dict[str, dict[str, Any]] = {fqn: dict(found) for fqn, found in saved["scalars"].items()}
         for name, fqn, key in _optimizer_entries(item, self._saved, parameters):
             parameter = parameters[fqn]
             live = optimizer.state.get(parameter, {}).get(key)
-            tensor = self._state_tensor(name, parameter, live, optimizer, key)
+            tensor = self._state_tensor(name, parameter, live, key, on_device=id(parameter) in on_device)
             loaded.setdefault(fqn, {})[key] = tensor
             self._into(name, tensor)
         kind = type(optimizer).__name__
@@ -208,13 +214,14 @@ class _Collector:
             match = _matching_group(fqns, number, saved)
             if match is None:
                 self._result.mismatch.missing.append(
-                    f"{item} group {number} (its parameters, {', '.join(fqns[:3])} ..., were in other groups)"
+                    f"{item} group {number} (its parameters, {', '.join(fqns[:3])} ..., were in no group, or "
+                    "in groups with different options)"
                 )
             found.append({} if match is None else match["options"])
         return found
 
     def _state_tensor(
-        self, name: str, parameter: torch.Tensor, live: object, optimizer: torch.optim.Optimizer, key: str
+        self, name: str, parameter: torch.Tensor, live: object, key: str, *, on_device: bool
     ) -> torch.Tensor:
         """The live state tensor, or a new one laid out like its parameter (state is created lazily)."""
         layout = self._saved[name]
@@ -226,7 +233,6 @@ class _Collector:
         ):
             return live
         if key in _HOST_STATE and layout.global_shape == ():  # also where the parameter is 0-dim
-            on_device = _keeps_step_on_device(optimizer, parameter)
             return torch.zeros((), dtype=dtype, device=parameter.device if on_device else "cpu")
         if tuple(parameter.shape) == layout.global_shape:
             return torch.zeros_like(parameter.detach(), dtype=dtype)
@@ -244,11 +250,14 @@ class _Collector:
 
     def _read_leaf(self, name: str) -> object:
         """A tensor inside plain state: read whole, on the CPU."""
+        if name in self._leaves:  # several ranks' values name it
+            return self._leaves[name]
         layout = self._saved.get(name)
         if layout is None:
             raise InvalidInputError("the checkpoint's values name a tensor that it lacks", tensor=name)
         tensor = torch.zeros(layout.global_shape, dtype=torch_dtype(layout.dtype))
         self._want(name, layout, tensor, Region.whole(layout.global_shape))
+        self._leaves[name] = tensor
         return tensor
 
     def _into(self, name: str, live: torch.Tensor) -> None:
@@ -308,12 +317,10 @@ def _optimizer_entries(
             yield name, fqn, ".".join(rest)
 
 
-def _keeps_step_on_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
-    """Adam keeps its 0-dim ``step`` on the CPU unless the group is capturable or fused."""
-    for group in optimizer.param_groups:
-        if any(parameter is p for p in group["params"]):
-            return bool(group.get("capturable") or group.get("fused"))
-    return False
+def _keeping_step_on_device(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Ids of the parameters whose ``step`` is on their device: their group is capturable or fused."""
+    groups = [g for g in optimizer.param_groups if g.get("capturable") or g.get("fused")]
+    return {id(parameter) for group in groups for parameter in group["params"]}
 
 
 def _set_optimizer(
@@ -348,11 +355,21 @@ def _matching_group(fqns: list[str], number: int, groups: list[dict[str, Any]]) 
         if wanted and set(saved["params"]) == wanted:
             return saved
     overlap = [saved for saved in groups if wanted & set(saved["params"])]
-    if len(overlap) == 1:
-        return overlap[0]
+    if overlap and all(_same_options(saved["options"], overlap[0]["options"]) for saved in overlap):
+        return overlap[0]  # several: pipeline stages with one rule for their groups
     if number < len(groups) and not wanted and not groups[number]["params"]:
         return groups[number]
     return None
+
+
+def _same_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
 
 
 def _load_emitted(module: torch.nn.Module, emitted: dict[str, Any]) -> None:
