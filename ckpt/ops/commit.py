@@ -15,7 +15,6 @@ attempt only, so it hides nothing (see ckpt.ops.catalog).
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -231,23 +230,43 @@ def _manifest(
         committed_at=clock.now(),
         references=[other.to_proto() for other in merged_references(groups)],
         environment={**first.environment, **environment},
+        state_ranks=_state_ranks(segments),
     )
     if first.HasField("parent"):
         manifest.parent.CopyFrom(first.parent)
     return manifest
 
 
+def _state_ranks(segments: Sequence[disk_pb2.SegmentSummary]) -> list[int]:
+    """Return the ranks that hold parts of the plain state; empty where rank 0 holds it all.
+
+    A rank adds a part where both its tensors and its plain state are unlike those of every rank before it.
+    Replicas (same tensors) add nothing, even where their state differs, which is a warning; nor do ranks that
+    only have a data loader's tensors of their own.
+    """
+    layouts: set[bytes] = set()
+    states: set[bytes] = set()
+    found = []
+    for segment in sorted(segments, key=lambda item: item.rank):
+        if segment.layout_digest not in layouts and segment.state_digest not in states:
+            found.append(segment.rank)
+        layouts.add(segment.layout_digest)
+        states.add(segment.state_digest)
+    return found if found != [0] else []
+
+
 def _state_warnings(groups: Sequence[GroupIndex]) -> list[str]:
-    """Name ranks whose common state differs from rank 0's, which is the one a restore uses."""
-    digests = {
-        segment.rank: segment.state_digest
-        for group in groups
-        for segment in group.header.segments
-        if segment.state_digest
-    }
-    if len(set(digests.values())) <= 1:
+    """Name replicas whose common state differs: a restore uses that of the lowest rank."""
+    first: dict[bytes, bytes] = {}
+    segments = (segment for group in groups for segment in group.header.segments if segment.state_digest)
+    other = [
+        segment.rank
+        for segment in sorted(segments, key=lambda item: item.rank)
+        if first.setdefault(segment.layout_digest, segment.state_digest) != segment.state_digest
+    ]
+    if not other:
         return []
-    common = digests.get(0, Counter(digests.values()).most_common(1)[0][0])
-    other = sorted(rank for rank, value in digests.items() if value != common)
     shown = ", ".join(map(str, other[:8])) + (", ..." if len(other) > 8 else "")
-    return [f"plain state differs from rank 0's on {len(other)} ranks ({shown}); a restore uses rank 0's"]
+    return [
+        f"plain state differs between replicas, on {len(other)} ranks ({shown}); the lowest rank's counts"
+    ]

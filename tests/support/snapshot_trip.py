@@ -77,7 +77,7 @@ def put_back(taken: Taken, state: TrainState, *, strict: bool = True) -> Restore
     Raises:
         InvalidInputError: it does not fit; nothing was changed.
     """
-    targets = collect_targets(state, taken.layouts, taken.values, taken.rank_values)
+    targets = collect_targets(state, taken.layouts, [taken.values], taken.rank_values)
     targets.mismatch.raise_if_any(strict=strict)
     plan = plan_read(taken.layouts, targets.wants)
     for pieces in plan.by_rank.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,6 +64,11 @@ class LayoutBuilder:
         self._alone = Mesh.from_ranks((1,), ("rank",), [rank])
         self._meshes: dict[object, Mesh] = {}
         self._known: dict[str, tuple[tuple[object, ...], TensorLayout]] = {}
+
+    def replicate_over(self, ranks: Sequence[int]) -> None:
+        """Count plain tensors as replicas of these ranks' (ascending) instead of all ranks'."""
+        self._replicated = Mesh.from_ranks((len(ranks),), ("replica",), list(ranks))
+        self._known.clear()
 
     def place(self, name: str, tensor: torch.Tensor, *, alone: bool = False) -> Placed:
         """Return the layout and the local part of ``tensor``.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ckpt.digest import Buffer
+from ckpt.digest import Buffer, digest_hex
 from ckpt.errors import CorruptError, NotFoundError, RefusedError
 from ckpt.events import event, get_logger
 from ckpt.format.ids import CheckpointId
@@ -128,6 +129,9 @@ class Restorer:
         with self.agreement.together("plan"):  # before the first byte is written
             checkpoint = catalog.load_checkpoint(store, ident)
             targets, rng = self._targets(checkpoint)
+        unexpected = common_to_all(self.agreement, targets.mismatch.unexpected)
+        with self.agreement.together("fit"):
+            targets.mismatch.unexpected = unexpected
             targets.mismatch.raise_if_any(strict=strict)
         with self.agreement.together("read"):
             stats = self._read(checkpoint, targets)
@@ -149,7 +153,7 @@ class Restorer:
     def _targets(self, checkpoint: Checkpoint) -> tuple[RestoreTargets, dict[str, object]]:
         rank, saved_world = self.agreement.rank, checkpoint.manifest.world_size
         same_world = saved_world == self.agreement.world_size
-        shared = self._index(checkpoint, 0).state
+        shared = [self._index(checkpoint, part).state for part in checkpoint.manifest.state_ranks or [0]]
         own = self._index(checkpoint, rank if same_world else 0).rank_state
         if self.state.per_rank and not same_world:
             raise RefusedError(
@@ -192,6 +196,18 @@ class Restorer:
                 saved_ranks=saved_world,
                 ranks=self.agreement.world_size,
             )
+
+
+def common_to_all(agreement: Agreement, names: list[str]) -> list[str]:
+    """Return the names that every rank has: what one rank does not expect may be another stage's.
+
+    Ranks with the same list send it once.
+    """
+    mine = digest_hex(json.dumps(names).encode())
+    told = agreement.gather("unexpected", mine)
+    lists = agreement.gather("names", names if told.index(mine) == agreement.rank else None)
+    common = set.intersection(*(set(found) for found in lists if found is not None))
+    return [name for name in names if name in common]
 
 
 class _Opened:

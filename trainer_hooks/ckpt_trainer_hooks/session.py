@@ -26,21 +26,33 @@ class Session:
 
     Attributes:
         group: this rank's node group.
+        peers: the ranks with tensors of the same names as this rank's; plain tensors are replicas on these.
         hosts_server: this rank starts the embedded server of its node.
     """
 
     group: common_pb2.NodeGroup
+    peers: tuple[int, ...]
     hosts_server: bool
 
 
-def agree_on_session(agreement: Agreement, config: RunConfig, staging: StagingDir) -> Session:
+def agree_on_session(
+    agreement: Agreement, config: RunConfig, staging: StagingDir, names_digest: str
+) -> Session:
     """Compare what the ranks were given, group them by node and make the run known to the node's server.
+
+    Args:
+        agreement: between the ranks.
+        config: of the run.
+        staging: of this node.
+        names_digest: of the names of this rank's tensors. Ranks of one pipeline stage have the same.
 
     Raises:
         InvalidInputError: ranks were given different URLs; on every rank, with both values.
         TimeoutExceededError: a rank did not take part.
     """
-    told = agreement.gather("session", {"url": config.url, "node": _node_identity(staging)})
+    told = agreement.gather(
+        "session", {"url": config.url, "node": _node_identity(staging), "names": names_digest}
+    )
     for rank, other in enumerate(told):
         if other["url"] != told[0]["url"]:
             raise InvalidInputError(
@@ -54,7 +66,8 @@ def agree_on_session(agreement: Agreement, config: RunConfig, staging: StagingDi
     hosts_server = group.ranks[0] == agreement.rank
     if hosts_server:
         staging.write_run_config(run_key(config.url), config)
-    return Session(group=group, hosts_server=hosts_server)
+    peers = tuple(rank for rank, other in enumerate(told) if other["names"] == names_digest)
+    return Session(group=group, peers=peers, hosts_server=hosts_server)
 
 
 def claim(agreement: Agreement, url: str, options: Mapping[str, str], parent: CheckpointId | None) -> int:

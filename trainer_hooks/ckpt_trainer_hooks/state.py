@@ -128,7 +128,7 @@ class TrainState:
         return self.of_kind(ItemKind.OPTIMIZER)
 
     def names_digest(self) -> str:
-        """Digest of the names of all module tensors: the same on ranks that hold the same part of the model."""
+        """Digest of the names of all module tensors: equal on ranks that hold the same part of the model."""
         names = [
             f"{item}.{fqn}"
             for item, module in self.modules.items()

@@ -163,7 +163,7 @@ class GroupHeader(_message.Message):
     def __init__(self, run: _Optional[str] = ..., id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., group: _Optional[_Union[_common_pb2.NodeGroup, _Mapping]] = ..., world_size: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[SegmentSummary, _Mapping]]] = ..., written_at: _Optional[float] = ..., parent: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., environment: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("run", "id", "write_id", "world_size", "group_count", "layout_digest", "groups_digest", "nbytes", "tensor_count", "has_explicit_boxes", "committed_at", "parent", "references", "environment")
+    __slots__ = ("run", "id", "write_id", "world_size", "group_count", "layout_digest", "groups_digest", "nbytes", "tensor_count", "has_explicit_boxes", "committed_at", "parent", "references", "environment", "state_ranks")
     class EnvironmentEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -185,6 +185,7 @@ class Manifest(_message.Message):
     PARENT_FIELD_NUMBER: _ClassVar[int]
     REFERENCES_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
+    STATE_RANKS_FIELD_NUMBER: _ClassVar[int]
     run: str
     id: _common_pb2.CheckpointId
     write_id: bytes
@@ -199,4 +200,5 @@ class Manifest(_message.Message):
     parent: _common_pb2.CheckpointId
     references: _containers.RepeatedCompositeFieldContainer[_common_pb2.CheckpointId]
     environment: _containers.ScalarMap[str, str]
-    def __init__(self, run: _Optional[str] = ..., id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., write_id: _Optional[bytes] = ..., world_size: _Optional[int] = ..., group_count: _Optional[int] = ..., layout_digest: _Optional[bytes] = ..., groups_digest: _Optional[bytes] = ..., nbytes: _Optional[int] = ..., tensor_count: _Optional[int] = ..., has_explicit_boxes: bool = ..., committed_at: _Optional[float] = ..., parent: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., references: _Optional[_Iterable[_Union[_common_pb2.CheckpointId, _Mapping]]] = ..., environment: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    state_ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run: _Optional[str] = ..., id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., write_id: _Optional[bytes] = ..., world_size: _Optional[int] = ..., group_count: _Optional[int] = ..., layout_digest: _Optional[bytes] = ..., groups_digest: _Optional[bytes] = ..., nbytes: _Optional[int] = ..., tensor_count: _Optional[int] = ..., has_explicit_boxes: bool = ..., committed_at: _Optional[float] = ..., parent: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., references: _Optional[_Iterable[_Union[_common_pb2.CheckpointId, _Mapping]]] = ..., environment: _Optional[_Mapping[str, str]] = ..., state_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
