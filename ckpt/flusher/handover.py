@@ -81,7 +81,7 @@ class Handover:
         self._on_change = on_change
         self._on_absent = on_absent
         # When on_absent may be called again, unless a server answers / once one has answered. Only ckpt-tell.
-        self._absent_after = self._start_again_after = clock.monotonic()
+        self._absent_after = self._start_again_after = self._worry_after = clock.monotonic()
         self._clock = clock
         self._steps: dict[CheckpointId, _Step] = {}  # guarded by self._wake
         self._wake = threading.Condition()
@@ -185,7 +185,7 @@ class Handover:
             self._remote.forget()
         if isinstance(error, UnavailableError) and self._bring_server():
             return True
-        if error.code == self._warned:
+        if error.code == self._warned or self._clock.monotonic() < self._worry_after:
             return False
         self._warned = error.code  # once per reason: an absent server is tried every few seconds
         event(_log, logging.WARNING, "handover.waiting", error=error)
@@ -198,6 +198,7 @@ class Handover:
             return False
         self._absent_after = self._clock.monotonic() + _START_EVERY_S
         self._start_again_after = self._clock.monotonic() + _START_AGAIN_S
+        self._worry_after = self._clock.monotonic() + _START_EVERY_S / 2  # it is on its way
         try:
             self._on_absent()
         except CkptError as error:
