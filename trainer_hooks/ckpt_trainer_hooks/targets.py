@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,12 @@ from ckpt_trainer_hooks.compat import as_dtensor, local_tensor
 from ckpt_trainer_hooks.layout import dtype_name, torch_dtype
 from ckpt_trainer_hooks.merge import merge_values
 from ckpt_trainer_hooks.names import canonical_names, owned_tensors, parameter_names
+from ckpt_trainer_hooks.optimizer_state import (
+    keeping_step_on_device,
+    matching_group,
+    optimizer_entries,
+    set_optimizer,
+)
 from ckpt_trainer_hooks.state import ItemKind, TrainState, is_tensor_entry
 
 __all__ = ["Mismatch", "RestoreTargets", "collect_targets"]
@@ -178,9 +184,9 @@ class _Collector:
         parameters = {
             names[id(p)]: p for group in optimizer.param_groups for p in group["params"] if id(p) in names
         }
-        on_device = _keeping_step_on_device(optimizer)
+        on_device = keeping_step_on_device(optimizer)
         loaded: dict[str, dict[str, Any]] = {fqn: dict(found) for fqn, found in saved["scalars"].items()}
-        for name, fqn, key in _optimizer_entries(item, self._saved, parameters):
+        for name, fqn, key in optimizer_entries(item, self._saved, parameters):
             parameter = parameters[fqn]
             live = optimizer.state.get(parameter, {}).get(key)
             tensor = self._state_tensor(name, parameter, live, key, on_device=id(parameter) in on_device)
@@ -198,7 +204,7 @@ class _Collector:
         ]
         known = {fqn: parameter for fqn, parameter in parameters.items() if fqn in listed}
         common = saved["common"]
-        self._result.apply.append(lambda: _set_optimizer(optimizer, known, loaded, groups, common))
+        self._result.apply.append(lambda: set_optimizer(optimizer, known, loaded, groups, common))
 
     def _groups(
         self,
@@ -211,7 +217,7 @@ class _Collector:
         found: list[dict[str, Any]] = []
         for number, group in enumerate(optimizer.param_groups):
             fqns = [names.get(id(p), "") for p in group["params"]]
-            match = _matching_group(fqns, number, saved)
+            match = matching_group(fqns, number, saved)
             if match is None:
                 self._result.mismatch.missing.append(
                     f"{item} group {number} (its parameters, {', '.join(fqns[:3])} ..., were in no group, or "
@@ -298,78 +304,6 @@ class _Collector:
             return
         self._result.wants.append(Want(name, region, len(self._result.tensors)))
         self._result.tensors.append(tensor)
-
-
-def _optimizer_entries(
-    item: str, saved: LayoutSet, parameters: Mapping[str, torch.Tensor]
-) -> Iterable[tuple[str, str, str]]:
-    """Yield (stored name, parameter name, state key) of the item's tensors; the longest name wins."""
-    prefix = f"{item}."
-    for name in saved:
-        if not name.startswith(prefix):
-            continue
-        fqn, _, key = name.removeprefix(prefix).rpartition(".")
-        rest = [key]
-        while fqn and fqn not in parameters:
-            fqn, _, part = fqn.rpartition(".")
-            rest.insert(0, part)
-        if fqn:
-            yield name, fqn, ".".join(rest)
-
-
-def _keeping_step_on_device(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Ids of the parameters whose ``step`` is on their device: their group is capturable or fused."""
-    groups = [g for g in optimizer.param_groups if g.get("capturable") or g.get("fused")]
-    return {id(parameter) for group in groups for parameter in group["params"]}
-
-
-def _set_optimizer(
-    optimizer: torch.optim.Optimizer,
-    parameters: Mapping[str, torch.Tensor],
-    loaded: Mapping[str, Mapping[str, Any]],
-    groups: list[dict[str, Any]],
-    common: Mapping[str, Any],
-) -> None:
-    """Put state and group options in place by name, without the optimizer's own loader, which casts.
-
-    Source of the pitfalls: cases I17-I23, I28 (dropped, shifted or cast state).
-    """
-    for fqn, parameter in parameters.items():
-        if fqn in loaded:
-            optimizer.state[parameter] = dict(loaded[fqn])
-        else:
-            optimizer.state.pop(parameter, None)  # it never had a gradient
-    optimizer.state.update(common)  # type: ignore[arg-type]  # keys of the optimizer's own
-    for group, options in zip(optimizer.param_groups, groups, strict=True):
-        for key, value in options.items():
-            live = group.get(key)
-            if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
-                live.copy_(value)  # a tensor lr may be captured in a graph
-            else:
-                group[key] = value
-
-
-def _matching_group(fqns: list[str], number: int, groups: list[dict[str, Any]]) -> dict[str, Any] | None:
-    wanted = set(fqns)
-    for saved in groups:
-        if wanted and set(saved["params"]) == wanted:
-            return saved
-    overlap = [saved for saved in groups if wanted & set(saved["params"])]
-    if overlap and all(_same_options(saved["options"], overlap[0]["options"]) for saved in overlap):
-        return overlap[0]  # several: pipeline stages with one rule for their groups
-    if number < len(groups) and not wanted and not groups[number]["params"]:
-        return groups[number]
-    return None
-
-
-def _same_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-
-
-def _same(one: object, other: object) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
 
 
 def _load_emitted(module: torch.nn.Module, emitted: dict[str, Any]) -> None:
