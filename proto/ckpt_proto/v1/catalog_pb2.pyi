@@ -44,20 +44,26 @@ class CheckpointInfo(_message.Message):
     def __init__(self, id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., pinned: bool = ..., committed_at: _Optional[float] = ..., manifest_nbytes: _Optional[int] = ..., location: _Optional[str] = ...) -> None: ...
 
 class ListCheckpointsResponse(_message.Message):
-    __slots__ = ("checkpoints", "next_page_token")
+    __slots__ = ("checkpoints", "next_page_token", "latest", "latest_problem")
     CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    LATEST_FIELD_NUMBER: _ClassVar[int]
+    LATEST_PROBLEM_FIELD_NUMBER: _ClassVar[int]
     checkpoints: _containers.RepeatedCompositeFieldContainer[CheckpointInfo]
     next_page_token: str
-    def __init__(self, checkpoints: _Optional[_Iterable[_Union[CheckpointInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+    latest: _common_pb2.CheckpointId
+    latest_problem: _common_pb2.ErrorInfo
+    def __init__(self, checkpoints: _Optional[_Iterable[_Union[CheckpointInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., latest: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., latest_problem: _Optional[_Union[_common_pb2.ErrorInfo, _Mapping]] = ...) -> None: ...
 
 class GetManifestRequest(_message.Message):
-    __slots__ = ("url", "checkpoint")
+    __slots__ = ("url", "checkpoint", "manifest_only")
     URL_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_ONLY_FIELD_NUMBER: _ClassVar[int]
     url: str
     checkpoint: str
-    def __init__(self, url: _Optional[str] = ..., checkpoint: _Optional[str] = ...) -> None: ...
+    manifest_only: bool
+    def __init__(self, url: _Optional[str] = ..., checkpoint: _Optional[str] = ..., manifest_only: bool = ...) -> None: ...
 
 class LocalCopy(_message.Message):
     __slots__ = ("rank", "path")
@@ -128,6 +134,30 @@ class PruneResponse(_message.Message):
     verdicts: _containers.RepeatedCompositeFieldContainer[PruneVerdict]
     deleted_objects: int
     def __init__(self, verdicts: _Optional[_Iterable[_Union[PruneVerdict, _Mapping]]] = ..., deleted_objects: _Optional[int] = ...) -> None: ...
+
+class SweepRequest(_message.Message):
+    __slots__ = ("url", "older_than_s", "dry_run", "force")
+    URL_FIELD_NUMBER: _ClassVar[int]
+    OLDER_THAN_S_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    url: str
+    older_than_s: float
+    dry_run: bool
+    force: bool
+    def __init__(self, url: _Optional[str] = ..., older_than_s: _Optional[float] = ..., dry_run: bool = ..., force: bool = ...) -> None: ...
+
+class SweepProgress(_message.Message):
+    __slots__ = ("deleted_objects", "aborted_uploads", "uploads_listed", "done")
+    DELETED_OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    ABORTED_UPLOADS_FIELD_NUMBER: _ClassVar[int]
+    UPLOADS_LISTED_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    deleted_objects: int
+    aborted_uploads: int
+    uploads_listed: bool
+    done: bool
+    def __init__(self, deleted_objects: _Optional[int] = ..., aborted_uploads: _Optional[int] = ..., uploads_listed: bool = ..., done: bool = ...) -> None: ...
 
 class VerifyRequest(_message.Message):
     __slots__ = ("url", "checkpoint", "deep")

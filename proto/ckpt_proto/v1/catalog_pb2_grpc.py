@@ -59,6 +59,11 @@ class CatalogStub(object):
                 request_serializer=ckpt__proto_dot_v1_dot_catalog__pb2.PruneRequest.SerializeToString,
                 response_deserializer=ckpt__proto_dot_v1_dot_catalog__pb2.PruneResponse.FromString,
                 _registered_method=True)
+        self.Sweep = channel.unary_stream(
+                '/ckpt.v1.Catalog/Sweep',
+                request_serializer=ckpt__proto_dot_v1_dot_catalog__pb2.SweepRequest.SerializeToString,
+                response_deserializer=ckpt__proto_dot_v1_dot_catalog__pb2.SweepProgress.FromString,
+                _registered_method=True)
         self.Verify = channel.unary_stream(
                 '/ckpt.v1.Catalog/Verify',
                 request_serializer=ckpt__proto_dot_v1_dot_catalog__pb2.VerifyRequest.SerializeToString,
@@ -103,6 +108,14 @@ class CatalogServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sweep(self, request, context):
+        """Deletes what uploads and prunes that never ended left in the store; the last message has done = true.
+        Errors: INVALID_ARGUMENT grace too short; DATA_LOSS a manifest cannot be read, nothing was deleted.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Verify(self, request, context):
         """Progress while it reads; the last message has done = true.
         """
@@ -137,6 +150,11 @@ def add_CatalogServicer_to_server(servicer, server):
                     servicer.Prune,
                     request_deserializer=ckpt__proto_dot_v1_dot_catalog__pb2.PruneRequest.FromString,
                     response_serializer=ckpt__proto_dot_v1_dot_catalog__pb2.PruneResponse.SerializeToString,
+            ),
+            'Sweep': grpc.unary_stream_rpc_method_handler(
+                    servicer.Sweep,
+                    request_deserializer=ckpt__proto_dot_v1_dot_catalog__pb2.SweepRequest.FromString,
+                    response_serializer=ckpt__proto_dot_v1_dot_catalog__pb2.SweepProgress.SerializeToString,
             ),
             'Verify': grpc.unary_stream_rpc_method_handler(
                     servicer.Verify,
@@ -279,6 +297,33 @@ class Catalog(object):
             '/ckpt.v1.Catalog/Prune',
             ckpt__proto_dot_v1_dot_catalog__pb2.PruneRequest.SerializeToString,
             ckpt__proto_dot_v1_dot_catalog__pb2.PruneResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sweep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/ckpt.v1.Catalog/Sweep',
+            ckpt__proto_dot_v1_dot_catalog__pb2.SweepRequest.SerializeToString,
+            ckpt__proto_dot_v1_dot_catalog__pb2.SweepProgress.FromString,
             options,
             channel_credentials,
             insecure,

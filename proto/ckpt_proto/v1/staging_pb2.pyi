@@ -111,7 +111,7 @@ class StatusResponse(_message.Message):
     def __init__(self, steps: _Optional[_Iterable[_Union[StepStatus, _Mapping]]] = ..., server_version: _Optional[str] = ..., oldest_pending_s: _Optional[float] = ..., embedded: bool = ...) -> None: ...
 
 class StepStatus(_message.Message):
-    __slots__ = ("run_key", "id", "state", "sealed_ranks", "group", "uploaded_bytes", "total_bytes", "error", "url")
+    __slots__ = ("run_key", "id", "state", "sealed_ranks", "group", "uploaded_bytes", "total_bytes", "error", "url", "warnings")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[StepStatus.State]
@@ -137,6 +137,7 @@ class StepStatus(_message.Message):
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
     run_key: str
     id: _common_pb2.CheckpointId
     state: StepStatus.State
@@ -146,4 +147,5 @@ class StepStatus(_message.Message):
     total_bytes: int
     error: _common_pb2.ErrorInfo
     url: str
-    def __init__(self, run_key: _Optional[str] = ..., id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., state: _Optional[_Union[StepStatus.State, str]] = ..., sealed_ranks: _Optional[_Iterable[int]] = ..., group: _Optional[_Union[_common_pb2.NodeGroup, _Mapping]] = ..., uploaded_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.ErrorInfo, _Mapping]] = ..., url: _Optional[str] = ...) -> None: ...
+    warnings: _containers.RepeatedCompositeFieldContainer[_common_pb2.ErrorInfo]
+    def __init__(self, run_key: _Optional[str] = ..., id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., state: _Optional[_Union[StepStatus.State, str]] = ..., sealed_ranks: _Optional[_Iterable[int]] = ..., group: _Optional[_Union[_common_pb2.NodeGroup, _Mapping]] = ..., uploaded_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.ErrorInfo, _Mapping]] = ..., url: _Optional[str] = ..., warnings: _Optional[_Iterable[_Union[_common_pb2.ErrorInfo, _Mapping]]] = ...) -> None: ...
