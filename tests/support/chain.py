@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -128,11 +129,12 @@ class Life:
 
 
 class Zygote:
-    """Context manager of the process that forks. Ends every life that it began."""
+    """Context manager of the process that forks. Ends every life that it began. Thread-safe."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
         self._lives: list[Life] = []
+        self._lock = threading.Lock()  # of the pipes
 
     def __enter__(self) -> Zygote:
         roots = [ROOT, *(ROOT / part for part in ("proto", "server", "trainer_hooks"))]
@@ -176,9 +178,10 @@ class Zygote:
     def _ask(self, request: dict[str, Any]) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
+        with self._lock:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
         assert answer, f"the zygote has died: {self._log.read_text()}"
         return json.loads(answer)
 

@@ -33,7 +33,7 @@ from ckpt_trainer_hooks.agree import Agreement
 from ckpt_trainer_hooks.flusher_process import python_path
 from ckpt_trainer_hooks.handle import SaveHandle
 from ckpt_trainer_hooks.layout import LayoutBuilder
-from ckpt_trainer_hooks.options import check_choice, merged_items, run_config
+from ckpt_trainer_hooks.options import audit_interval, check_choice, merged_items, run_config
 from ckpt_trainer_hooks.pipeline import Origin, SavePipeline
 from ckpt_trainer_hooks.policy import EveryNSteps, SaveDecisionPolicy
 from ckpt_trainer_hooks.restore import Restorer
@@ -76,6 +76,9 @@ class CheckpointManager:
         on_busy: what a save does while the one before is still being written to NVMe: "wait", "skip",
             "fail".
         on_error: whether failures of background work "raise" at the next call, or "warn" in the log.
+        audit_every: compare replicas of parameters and optimizer state (on CPUs) in the first save and in every
+            so-many-th after it; a difference keeps the step from being committed and names tensor and ranks.
+            0 never; default 100 where the copy is overlapped, else 0, since it costs a pass over the state.
         staging_dir: on NVMe, shared by the ranks of a node; default $CKPT_STAGING or ~/.cache/ckpt/staging.
         server: gRPC target of a staging daemon (``unix:/path`` or ``host:port``); default ``$CKPT_SERVER``,
             else one is started on this node and leaves when its uploads are done.
@@ -106,6 +109,7 @@ class CheckpointManager:
         mode: Literal["auto", "overlapped", "blocking"] = "auto",
         on_busy: Literal["wait", "skip", "fail"] = "wait",
         on_error: Literal["raise", "warn"] = "raise",
+        audit_every: int | None = None,
         staging_dir: str | os.PathLike[str] | None = None,
         server: str | None = None,
         store_options: Mapping[str, str] | None = None,
@@ -132,6 +136,8 @@ class CheckpointManager:
         if self._overlapped and not self._state.optimizers:
             raise InvalidInputError("overlapped mode needs a registered optimizer: its step is the fence")
         self._on_busy, self._on_error = on_busy, on_error
+        self._audit_every = audit_interval(audit_every, overlapped=self._overlapped)
+        self._saves = 0
         self._pending_wait_s, self._timeout_s = pending_wait_s, timeout_s
         self._staging = StagingDir(staging_dir or default_staging_path()).ensure()
         self._server = server or os.environ.get("CKPT_SERVER")
@@ -171,15 +177,17 @@ class CheckpointManager:
 
         Raises:
             NotFoundError: the step asked for does not exist.
-            InvalidInputError: the checkpoint does not fit the live state (all differences are listed), or
-                ranks were given different URLs.
-            CorruptError: no good copy is left.
+            InvalidInputError: the checkpoint does not fit the live state (all differences are listed); ranks
+                were given different URLs; or the state of a rank could not be saved.
+            CorruptError: no good copy is left. Bytes go straight into the live tensors, so parts of what was
+                found damaged may be in them: do not train on.
             TimeoutExceededError: a rank did not take part.
         """
         self._check_open()
         self._raise_background_errors()
         self._pipeline.wait_until_captured()
-        self._wait_for_pending_saves()
+        with contextlib.suppress(TimeoutExceededError):  # a step that a rank never saved is never committed
+            self._wait_for_pending_saves(self._pending_wait_s)
         self._begin_session()
         found: CheckpointId | None = None
         if not start_over:
@@ -194,7 +202,8 @@ class CheckpointManager:
         self._begin_attempt(found)
         self._optimizer_steps = 0
         self._pipeline.retake_wanted = False  # of a state that is no more
-        self._pipeline.prepare()
+        with self._agreement.together("prepare"):
+            self._pipeline.prepare()
         return 0 if found is None else found.step
 
     def step(self, iteration: int) -> SaveHandle | None:
@@ -343,7 +352,10 @@ class CheckpointManager:
         self._pipeline.retake_wanted = False
         if retake:
             event(_log, logging.WARNING, "save.retaken", step=step, reason="the last snapshot was torn")
-        handle = self._pipeline.save(ident, self._origin(), overlapped=self._overlapped and not retake)
+        audit = self._audit_shift()
+        overlapped = self._overlapped and not retake
+        handle = self._pipeline.save(ident, self._origin(), overlapped=overlapped, audit_shift=audit)
+        self._saves += 1
         self._last_saved = step
         return handle
 
@@ -352,6 +364,11 @@ class CheckpointManager:
         if last is None or step > last or (step == last and self._pipeline.retake_wanted):
             return  # of a torn snapshot nothing was handed over
         raise RefusedError("steps of one attempt must grow", code="step-order", step=step, last=last)
+
+    def _audit_shift(self) -> int | None:
+        """Which audit this save is, or None; counted alike on every rank."""
+        due = self._audit_every > 0 and self._saves % self._audit_every == 0
+        return self._saves // self._audit_every if due and self._agreement.world_size > 1 else None
 
     def _origin(self) -> Origin:
         assert self._session is not None
@@ -404,6 +421,7 @@ class CheckpointManager:
     def _begin_attempt(self, parent: CheckpointId | None) -> None:
         self._attempt = claim(self._agreement, self._config.url, self._config.store_options, parent)
         self._parent = parent
+        self._saves = 0
         self._last_saved = None
 
     def _fence_optimizers(self) -> list[Any]:
