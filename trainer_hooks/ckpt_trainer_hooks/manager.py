@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -42,6 +42,7 @@ from ckpt_trainer_hooks.session import (
     agree_on_session,
     claim,
 )
+from ckpt_trainer_hooks.several import named_items
 from ckpt_trainer_hooks.state import TrainState
 
 __all__ = ["CheckpointManager"]
@@ -60,8 +61,9 @@ class CheckpointManager:
     Args:
         url: of the run, whose last component is its name: ``s3://bucket/llama-8b``, or a path.
         model: a module, wrapped or not (DDP, FSDP2, TP, compile).
-        optimizer: over the model's parameters.
-        lr_scheduler: anything with state_dict and load_state_dict.
+        optimizer: over the model's parameters. Several as a list or mapping (Muon and AdamW): they become the
+            items ``optimizer_0``, ``optimizer_1``, ... or ``optimizer_<key>``.
+        lr_scheduler: anything with state_dict and load_state_dict; several likewise.
         dataloader: the same; its state is kept per rank.
         state: more items by name: modules, optimizers, stateful objects, or mutable mappings of plain values
             (restored in place).
@@ -76,9 +78,9 @@ class CheckpointManager:
         on_busy: what a save does while the one before is still being written to NVMe: "wait", "skip",
             "fail".
         on_error: whether failures of background work "raise" at the next call, or "warn" in the log.
-        audit_every: compare replicas of parameters and optimizer state (on CPUs) in the first save and in every
-            so-many-th after it; a difference keeps the step from being committed and names tensor and ranks.
-            0 never; default 100 where the copy is overlapped, else 0, since it costs a pass over the state.
+        audit_every: compare replicas of parameters and optimizer state (on CPUs) in the first save and in
+            every so-many-th after it; a difference keeps the step from being committed and names tensor and
+            ranks. 0: never. Default 100 where the copy is overlapped, else 0: it costs a pass over the state.
         staging_dir: on NVMe, shared by the ranks of a node; default $CKPT_STAGING or ~/.cache/ckpt/staging.
         server: gRPC target of a staging daemon (``unix:/path`` or ``host:port``); default ``$CKPT_SERVER``,
             else one is started on this node and leaves when its uploads are done.
@@ -96,7 +98,10 @@ class CheckpointManager:
         url: str | os.PathLike[str],
         *,
         model: torch.nn.Module | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer
+        | Sequence[torch.optim.Optimizer]
+        | Mapping[str, torch.optim.Optimizer]
+        | None = None,
         lr_scheduler: Any = None,
         dataloader: Any = None,
         state: Mapping[str, Any] | None = None,
@@ -126,8 +131,8 @@ class CheckpointManager:
         builder = LayoutBuilder(rank, self._agreement.world_size)
         items = {
             "model": model,
-            "optimizer": optimizer,
-            "lr_scheduler": lr_scheduler,
+            **named_items("optimizer", optimizer),
+            **named_items("lr_scheduler", lr_scheduler),
             "dataloader": dataloader,
         }
         self._state = TrainState(merged_items(items, state or {}), builder, rank=rank, per_rank=per_rank)
