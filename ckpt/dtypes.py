@@ -33,6 +33,13 @@ _ITEMSIZES: dict[str, int] = {
     "float8_e5m2fnuz": 1,
     "float8_e8m0fnu": 1,
     "float4_e2m1fn_x2": 1,
+    "bits1x8": 1,
+    "bits2x4": 1,
+    "bits4x2": 1,
+    "bits8": 1,
+    "bits16": 2,
+    # One element per byte: torch has the types, and leaves packing to tensor subclasses.
+    **{f"{sign}{bits}": 1 for sign in ("int", "uint") for bits in range(1, 8)},
 }
 
 # Only names that every safetensors reader since 0.4 accepts.

@@ -6,12 +6,15 @@ from collections.abc import Mapping
 
 import torch
 
+from ckpt_trainer_hooks.elements import movable
+
 __all__ = ["assert_same_bits", "bits_of"]
 
 
 def bits_of(tensor: torch.Tensor) -> bytes:
     """The tensor's elements in row-major order, as bytes."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    plain = movable(tensor.detach()).cpu().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
 
 
 def assert_same_bits(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:

@@ -14,6 +14,7 @@ from ckpt.format.values import decode_value
 from ckpt.plan.read import plan_chunks, plan_read
 from ckpt_proto.v1 import common_pb2
 from ckpt_trainer_hooks.arena import Arena, arena_nbytes
+from ckpt_trainer_hooks.elements import copy_elements
 from ckpt_trainer_hooks.layout import LayoutBuilder, torch_dtype
 from ckpt_trainer_hooks.rng import restore_rng
 from ckpt_trainer_hooks.snapshot import Binding, plan_snapshot
@@ -88,9 +89,8 @@ def put_back(taken: Taken, state: TrainState, *, strict: bool = True) -> Restore
                 raw = np.frombuffer(taken.image[start:stop], np.uint8).copy()[copy.offset :]
                 dtype = torch_dtype(copy.dtype)
                 source = torch.from_numpy(raw)[: copy.count * dtype.itemsize].clone().view(dtype)
-                with torch.no_grad():
-                    target = targets.tensors[copy.target]
-                    target[copy.dst_slices()].copy_(source.view(copy.shape)[copy.src_slices()])
+                target = targets.tensors[copy.target]
+                copy_elements(target[copy.dst_slices()], source.view(copy.shape)[copy.src_slices()])
     for apply in targets.apply:
         apply()
     return targets

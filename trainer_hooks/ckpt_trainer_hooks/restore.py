@@ -27,6 +27,7 @@ from ckpt.storage.open import open_store
 from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import disk_pb2
 from ckpt_trainer_hooks.agree import Agreement
+from ckpt_trainer_hooks.elements import copy_elements
 from ckpt_trainer_hooks.layout import torch_dtype
 from ckpt_trainer_hooks.rng import derive_rng, restore_rng
 from ckpt_trainer_hooks.state import TrainState, environment
@@ -175,8 +176,7 @@ class Restorer:
     def _read(self, checkpoint: Checkpoint, targets: RestoreTargets) -> FetchStats:
         def place(copy: ChunkCopy, chunk: Buffer) -> None:
             source = _tensor_over(chunk, copy)
-            with torch.no_grad():
-                targets.tensors[copy.target][copy.dst_slices()].copy_(source[copy.src_slices()])
+            copy_elements(targets.tensors[copy.target][copy.dst_slices()], source[copy.src_slices()])
 
         plan = plan_read(checkpoint.layouts, targets.wants)
         return fetch(checkpoint, plan, place, local=LocalTier(self.staging, run_key(self.url)))

@@ -13,6 +13,7 @@ from ckpt.plan.save import SavePlan, StoredArray, plan_save
 from ckpt_proto.v1 import disk_pb2
 from ckpt_trainer_hooks.arena import Arena
 from ckpt_trainer_hooks.compat import version_of
+from ckpt_trainer_hooks.elements import movable
 from ckpt_trainer_hooks.layout import torch_dtype
 from ckpt_trainer_hooks.state import Leaf
 
@@ -145,11 +146,11 @@ class Binding:
 
 def _target(flat: torch.Tensor, array: StoredArray) -> _Target:
     view = flat[array.start : array.start + array.nbytes].view(torch_dtype(array.dtype)).view(array.shape)
-    return _Target(array.name, view, array.local_start)
+    return _Target(array.name, movable(view), array.local_start)
 
 
 def _part(source: torch.Tensor, target: _Target) -> torch.Tensor:
-    part = source
+    part = movable(source)
     for dim, (start, size) in enumerate(zip(target.start, target.array.shape, strict=True)):
         if size != part.shape[dim]:
             part = part.narrow(dim, start, size)
