@@ -29,6 +29,8 @@ from ckpt.format.region import (
     owned_region,
     owned_stripe,
     owners,
+    replica_at,
+    replication,
     right_to_left,
     storing_ranks,
 )
@@ -49,6 +51,8 @@ __all__ = [
     "owned_region",
     "owned_stripe",
     "owners",
+    "replica_at",
+    "replication",
     "right_to_left",
     "storing_ranks",
 ]

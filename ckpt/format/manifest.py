@@ -114,6 +114,8 @@ def _summary(segment: disk_pb2.SegmentIndex) -> disk_pb2.SegmentSummary:
     )
     if segment.HasField("state"):
         summary.state_digest = digest(segment.state.SerializeToString(deterministic=True))
+    if segment.HasField("audit"):
+        summary.audit.CopyFrom(segment.audit)
     summary.references.extend(other.to_proto() for other in reference_ids(segment.chunks, ident))
     return summary
 

@@ -112,6 +112,11 @@ class TensorLayout:
                 raise InvalidInputError("split factor below 1", code="layout", tensor=self.name)
 
     @property
+    def replica_dims(self) -> tuple[int, ...]:
+        """The mesh dims over which the tensor is replicated."""
+        return tuple(dim for dim, item in enumerate(self.placements) if isinstance(item, Replicate))
+
+    @property
     def itemsize(self) -> int:
         """Bytes per element."""
         return dtypes.itemsize(self.dtype)

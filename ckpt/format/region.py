@@ -28,6 +28,8 @@ __all__ = [
     "owned_region",
     "owned_stripe",
     "owners",
+    "replica_at",
+    "replication",
     "right_to_left",
     "storing_ranks",
 ]
@@ -137,9 +139,8 @@ def owned_stripe(layout: TensorLayout, rank: int) -> Stripe | None:
     region = _region_at(layout, coord)
     if region.is_empty:
         return None
-    _, replica_dims = splits_of(layout.mesh.shape, layout.placements, len(layout.global_shape))
     count, index = 1, 0
-    for dim in replica_dims:
+    for dim in layout.replica_dims:
         count *= layout.mesh.shape[dim]
         index = index * layout.mesh.shape[dim] + coord[dim]
     start = (0,) * len(region.runs)
@@ -155,6 +156,33 @@ def owned_stripe(layout: TensorLayout, rank: int) -> Stripe | None:
     return Stripe(
         region.narrow(striping.dim, low, high), (*start[: striping.dim], low, *start[striping.dim + 1 :])
     )
+
+
+def replication(layout: TensorLayout, rank: int) -> tuple[int, int, int | None]:
+    """Return (replicas, index of ``rank`` among them, index that keeps the shard whole or None: striped).
+
+    Raises:
+        InvalidInputError: ``rank`` is not in the mesh.
+    """
+    coord = layout.mesh.coord_of(rank)
+    if coord is None:
+        raise InvalidInputError("rank is not in the mesh", code="layout", tensor=layout.name, rank=rank)
+    count, index = 1, 0
+    for dim in layout.replica_dims:
+        count *= layout.mesh.shape[dim]
+        index = index * layout.mesh.shape[dim] + coord[dim]
+    striping = _striping(layout, _region_at(layout, coord).shape, count)
+    return count, index, striping.keeper if striping.dim is None else None
+
+
+def replica_at(layout: TensorLayout, rank: int, index: int) -> int:
+    """Return the rank that is replica ``index`` of the shard that ``rank`` (of the mesh) holds."""
+    found = layout.mesh.coord_of(rank)
+    assert found is not None
+    coord = list(found)
+    dims = layout.replica_dims
+    _set_replica(coord, dims, [layout.mesh.shape[dim] for dim in dims], index)
+    return layout.mesh.rank_at(coord)
 
 
 def owned_region(layout: TensorLayout, rank: int) -> Region | None:

@@ -22,6 +22,7 @@ from enum import Enum
 from ckpt.clock import Clock, SystemClock, random_bytes
 from ckpt.errors import CkptError, CorruptError, NotFoundError
 from ckpt.events import event, get_logger
+from ckpt.format.audit import check_replicas
 from ckpt.format.ids import CheckpointId
 from ckpt.format.invariants import (
     check_coverage,
@@ -165,6 +166,8 @@ def _prove_whole(store: Store, ident: CheckpointId, groups: Sequence[GroupIndex]
     merged, problems = check_layouts(used, layouts)
     raise_first(problems)
     raise_first(check_coverage(merged, used, layouts))
+    segments = [segment for group in groups for segment in group.header.segments]
+    raise_first(check_replicas(segments, layouts, world_size=groups[0].header.world_size))
     raise_first(_check_references(store, groups))
     if _is_late(store, ident):
         # Only what is overtaken may be swept, so only there can complete group indexes outlive segments.

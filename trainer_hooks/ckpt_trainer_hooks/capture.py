@@ -24,14 +24,23 @@ class Capture:
     Args:
         volatile: copies that must be of this very moment.
         deferred: copies that may run until the next optimizer step.
+        after: called after the copies (CPU only) while the live state still may not change.
         done: called once from whichever thread finishes, with None or the error; afterwards the arena
             holds the snapshot, or does not.
     """
 
-    def __init__(self, volatile: Copies, deferred: Copies, done: Callable[[CkptError | None], None]) -> None:
+    def __init__(
+        self,
+        volatile: Copies,
+        deferred: Copies,
+        done: Callable[[CkptError | None], None],
+        *,
+        after: Callable[[], None] | None = None,
+    ) -> None:
         self._volatile = volatile
         self._deferred = deferred
         self._done = done
+        self._after = after
         self._finished = threading.Event()
         self._verdict_lock = threading.Lock()
         self._verdict_known = False  # guarded by self._verdict_lock
@@ -93,6 +102,8 @@ class Capture:
         error: CkptError | None = None
         try:
             self._deferred.run()
+            if self._after is not None:
+                self._after()
         except Exception as cause:  # noqa: BLE001 - the border of a thread: the error goes to the handle
             error = CkptError("copying the state failed", cause=repr(cause))
         self._conclude(error)

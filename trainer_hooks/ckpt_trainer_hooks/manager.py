@@ -17,7 +17,6 @@ from ckpt.errors import (
     BusyError,
     CkptError,
     InvalidInputError,
-    NotFoundError,
     RefusedError,
     SnapshotTornError,
     TimeoutExceededError,
@@ -37,6 +36,7 @@ from ckpt_trainer_hooks.options import audit_interval, check_choice, merged_item
 from ckpt_trainer_hooks.pipeline import Origin, SavePipeline
 from ckpt_trainer_hooks.policy import EveryNSteps, SaveDecisionPolicy
 from ckpt_trainer_hooks.restore import Restorer
+from ckpt_trainer_hooks.selection import Rename, RestoreOptions
 from ckpt_trainer_hooks.session import (
     Session,
     agree_on_session,
@@ -44,11 +44,11 @@ from ckpt_trainer_hooks.session import (
 )
 from ckpt_trainer_hooks.several import named_items
 from ckpt_trainer_hooks.state import TrainState
+from ckpt_trainer_hooks.waiting import wait_for_saves
 
 __all__ = ["CheckpointManager"]
 
 _log = get_logger("manager")
-_POLL_S = 0.2
 
 
 class CheckpointManager:
@@ -166,7 +166,20 @@ class CheckpointManager:
 
     # --- the loop ---
 
-    def restore(self, step: int | str = "latest", *, strict: bool = True, start_over: bool = False) -> int:
+    def restore(
+        self,
+        step: int | str = "latest",
+        *,
+        include: str | Collection[str] | None = None,
+        exclude: str | Collection[str] = (),
+        weights_only: bool = False,
+        rename: Rename | None = None,
+        strict: bool = True,
+        allow_missing: bool | None = None,
+        allow_unexpected: bool | None = None,
+        cast_dtypes: bool = False,
+        start_over: bool = False,
+    ) -> int:
         """Restore the run and return the next iteration: 0 for a fresh run.
 
         Collective in effect: every rank must call it. Rank 0 chooses the checkpoint for all. Afterwards this
@@ -174,7 +187,14 @@ class CheckpointManager:
 
         Args:
             step: "latest", a number of completed steps, or an id such as "000000012000.a000003".
-            strict: refuse where the checkpoint has more or less than the live state.
+            include, exclude: patterns of names, such as ``model.encoder.*``: what to take, and what not; see
+                :mod:`ckpt_trainer_hooks.selection`. What is left out stays untouched.
+            weights_only: take only modules; optimizers, schedulers, loaders and random numbers stay.
+            rename: ``{"model.old.*": "model.new.*"}``, or a function from saved names of modules' tensors to
+                live ones; optimizer state follows its parameters.
+            strict: refuse where the checkpoint has more or less than the live state; ``allow_missing`` and
+                ``allow_unexpected`` decide each of the two alone.
+            cast_dtypes: convert modules' tensors to the live dtype, which is refused otherwise.
             start_over: begin a new lineage at 0 beside the checkpoints that exist; restores nothing.
 
         Returns:
@@ -189,6 +209,16 @@ class CheckpointManager:
             TimeoutExceededError: a rank did not take part.
         """
         self._check_open()
+        chosen = RestoreOptions.of(
+            include=include,
+            exclude=exclude,
+            weights_only=weights_only,
+            rename=rename,
+            strict=strict,
+            allow_missing=allow_missing,
+            allow_unexpected=allow_unexpected,
+            cast_dtypes=cast_dtypes,
+        )
         self._raise_background_errors()
         self._pipeline.wait_until_captured()
         with contextlib.suppress(TimeoutExceededError):  # a step that a rank never saved is never committed
@@ -199,11 +229,12 @@ class CheckpointManager:
             found = Restorer(
                 url=self._config.url,
                 options=self._config.store_options,
+                chosen=chosen,
                 state=self._state,
                 agreement=self._agreement,
                 staging=self._staging,
                 pending_wait_s=self._pending_wait_s,
-            ).restore(str(step), strict=strict)
+            ).restore(str(step))
         self._begin_attempt(found)
         self._optimizer_steps = 0
         self._pipeline.retake_wanted = False  # of a state that is no more
@@ -457,37 +488,7 @@ class CheckpointManager:
             )
 
     def _wait_for_pending_saves(self, timeout_s: float | None = None) -> None:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while pending := [handle for handle in self._pipeline.pending() if not self._is_over(handle)]:
-            if deadline is not None and time.monotonic() > deadline:
-                raise TimeoutExceededError(
-                    "saves are not committed yet: another rank's part is missing, or the staging server or "
-                    "the store cannot be reached. What is sealed stays on NVMe and is committed later",
-                    steps=[handle.step for handle in pending],
-                    waited_s=timeout_s,
-                )
-            with contextlib.suppress(CkptError, TimeoutError):
-                pending[0].upload_completion.result(_POLL_S)
-
-    def _is_over(self, handle: SaveHandle) -> bool:
-        """Done, or committed according to the staging directory (a new flusher does not follow old saves)."""
-        if handle.done():
-            return True
-        key = run_key(self._config.url)
-        if self._staging.is_committed(key, handle.ident):
-            handle.settle(handle.local_completion)
-            handle.settle(handle.upload_completion)
-        elif handle.local_completion.done() and not self._staging.checkpoint_dir(key, handle.ident).exists():
-            self._settle_by_store(handle)
-        return handle.done()
-
-    def _settle_by_store(self, handle: SaveHandle) -> None:
-        """What was sealed leaves the staging directory once it is committed, or given up."""
-        with contextlib.closing(open_store(self._config.url, self._config.store_options)) as store:
-            if catalog.exists(store, handle.ident):
-                handle.settle(handle.upload_completion)
-            else:
-                handle.fail(NotFoundError("neither on NVMe nor in the store any more", step=handle.step))
+        wait_for_saves(self._pipeline.pending, self._config, self._staging, timeout_s)
 
     def _raise_background_errors(self) -> None:
         problems = self._pipeline.take_problems()

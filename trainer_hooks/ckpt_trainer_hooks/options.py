@@ -11,7 +11,7 @@ from ckpt.errors import InvalidInputError
 from ckpt.format.ids import split_run_url
 from ckpt.storage.staging import RunConfig
 
-__all__ = ["check_choice", "checked_options", "merged_items", "run_config"]
+__all__ = ["audit_interval", "check_choice", "checked_options", "merged_items", "run_config"]
 
 _SECRET_WORDS = ("secret", "password", "token", "credential", "account_key", "sas_key", "sas_token")
 
@@ -34,6 +34,13 @@ def checked_options(options: Mapping[str, str]) -> dict[str, str]:
 def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise InvalidInputError("not one of the allowed values", option=name, value=value, allowed=allowed)
+
+
+def audit_interval(value: int | None, *, overlapped: bool) -> int:
+    """Complete ``audit_every``. Raises InvalidInputError for a negative one."""
+    if value is not None and value < 0:
+        raise InvalidInputError("audit_every must not be negative; 0 switches the audit off", value=value)
+    return (100 if overlapped else 0) if value is None else value
 
 
 def merged_items(items: Mapping[str, Any], more: Mapping[str, Any]) -> MutableMapping[str, Any]:

@@ -16,6 +16,7 @@ from ckpt.events import event, get_logger
 from ckpt.format.ids import CheckpointId
 from ckpt_proto.v1 import common_pb2, disk_pb2, flusher_pb2
 from ckpt_trainer_hooks.arena import Arena, arena_nbytes
+from ckpt_trainer_hooks.audit import Audit
 from ckpt_trainer_hooks.capture import Capture
 from ckpt_trainer_hooks.flusher_process import FlusherProcess
 from ckpt_trainer_hooks.handle import SaveHandle
@@ -99,10 +100,19 @@ class SavePipeline:
             self._prefault = self._threads.submit(_make_arena, needed, instead_of=self._prefault)
             self._prefault_nbytes = needed
 
-    def save(self, ident: CheckpointId, origin: Origin, *, overlapped: bool) -> SaveHandle:
+    def save(
+        self, ident: CheckpointId, origin: Origin, *, overlapped: bool, audit_shift: int | None = None
+    ) -> SaveHandle:
         """Start a save of the live state. The arena must be free (see :meth:`busy`).
 
         Returns at once after the copy (blocking), or after the copy of volatile state (overlapped).
+
+        Args:
+            ident: step and attempt.
+            origin: for the segment index.
+            overlapped: leave the copy of parameters and optimizer state to the capture thread.
+            audit_shift: compare replicas in this snapshot, each with the one so much further; the same on
+                every rank. None: no audit.
 
         Raises:
             InvalidInputError: something in the state cannot be stored; nothing was written.
@@ -110,6 +120,10 @@ class SavePipeline:
         flat = self._state.flatten()
         plan = self._plan_for(flat)
         index = self._index(ident, origin, plan, flat)
+        audit = None
+        if audit_shift is not None:
+            audit = Audit(plan, flat.leaves, self._rank, audit_shift)
+            index += audit.placeholder()
         binding = self._bind(plan, len(index))
         handle = SaveHandle(ident)
         self._sequence += 1
@@ -121,6 +135,7 @@ class SavePipeline:
             binding.copies(flat.leaves, deferred=False),
             binding.copies(flat.leaves, deferred=True),
             lambda error: self._captured(handle, flush, error),
+            after=None if audit is None else lambda: _fill_in(audit, binding, flush),
         )
         self._capture = capture
         capture.start(overlapped=overlapped, on_thread=self._submit)
@@ -302,6 +317,13 @@ class SavePipeline:
             lost = [number for number, handle in self._handles.items() if not handle.local_completion.done()]
         for sequence in lost:
             self._fail(sequence, UnavailableError("the flusher process died", exit_code=exit_code))
+
+
+def _fill_in(audit: Audit, binding: Binding, flush: flusher_pb2.Flush) -> None:
+    """Replace the audit's placeholder at the end of the index, which has the same length."""
+    found = audit.run(binding.arena)
+    end = flush.index_offset + flush.index_nbytes
+    binding.arena.view[end - len(found) : end] = found
 
 
 def _make_arena(nbytes: int, *, instead_of: Future[Arena] | None = None) -> Arena:

@@ -63,7 +63,7 @@ class ChunkTable(_message.Message):
     def __init__(self, chunk_nbytes: _Optional[int] = ..., digests: _Optional[bytes] = ..., codecs: _Optional[_Iterable[int]] = ..., objects: _Optional[_Iterable[int]] = ..., offsets: _Optional[_Iterable[int]] = ..., stored_nbytes: _Optional[_Iterable[int]] = ..., object_keys: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SegmentIndex(_message.Message):
-    __slots__ = ("run", "id", "rank", "world_size", "group", "nbytes", "layout_digest", "tensors", "chunks", "state", "rank_state", "captured_at", "environment", "parent")
+    __slots__ = ("run", "id", "rank", "world_size", "group", "nbytes", "layout_digest", "tensors", "chunks", "state", "rank_state", "captured_at", "environment", "parent", "audit")
     class EnvironmentEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +85,7 @@ class SegmentIndex(_message.Message):
     CAPTURED_AT_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
+    AUDIT_FIELD_NUMBER: _ClassVar[int]
     run: str
     id: _common_pb2.CheckpointId
     rank: int
@@ -99,7 +100,18 @@ class SegmentIndex(_message.Message):
     captured_at: float
     environment: _containers.ScalarMap[str, str]
     parent: _common_pb2.CheckpointId
-    def __init__(self, run: _Optional[str] = ..., id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., group: _Optional[_Union[_common_pb2.NodeGroup, _Mapping]] = ..., nbytes: _Optional[int] = ..., layout_digest: _Optional[bytes] = ..., tensors: _Optional[_Iterable[_Union[TensorEntry, _Mapping]]] = ..., chunks: _Optional[_Union[ChunkTable, _Mapping]] = ..., state: _Optional[_Union[_common_pb2.Value, _Mapping]] = ..., rank_state: _Optional[_Union[_common_pb2.Value, _Mapping]] = ..., captured_at: _Optional[float] = ..., environment: _Optional[_Mapping[str, str]] = ..., parent: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ...) -> None: ...
+    audit: ReplicaAudit
+    def __init__(self, run: _Optional[str] = ..., id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., group: _Optional[_Union[_common_pb2.NodeGroup, _Mapping]] = ..., nbytes: _Optional[int] = ..., layout_digest: _Optional[bytes] = ..., tensors: _Optional[_Iterable[_Union[TensorEntry, _Mapping]]] = ..., chunks: _Optional[_Union[ChunkTable, _Mapping]] = ..., state: _Optional[_Union[_common_pb2.Value, _Mapping]] = ..., rank_state: _Optional[_Union[_common_pb2.Value, _Mapping]] = ..., captured_at: _Optional[float] = ..., environment: _Optional[_Mapping[str, str]] = ..., parent: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., audit: _Optional[_Union[ReplicaAudit, _Mapping]] = ...) -> None: ...
+
+class ReplicaAudit(_message.Message):
+    __slots__ = ("shift", "own", "other")
+    SHIFT_FIELD_NUMBER: _ClassVar[int]
+    OWN_FIELD_NUMBER: _ClassVar[int]
+    OTHER_FIELD_NUMBER: _ClassVar[int]
+    shift: int
+    own: bytes
+    other: bytes
+    def __init__(self, shift: _Optional[int] = ..., own: _Optional[bytes] = ..., other: _Optional[bytes] = ...) -> None: ...
 
 class UploadRecord(_message.Message):
     __slots__ = ("object_key", "nbytes", "chunks")
@@ -112,7 +124,7 @@ class UploadRecord(_message.Message):
     def __init__(self, object_key: _Optional[str] = ..., nbytes: _Optional[int] = ..., chunks: _Optional[_Union[ChunkTable, _Mapping]] = ...) -> None: ...
 
 class SegmentSummary(_message.Message):
-    __slots__ = ("rank", "object_key", "nbytes", "layout_digest", "index_offset", "index_nbytes", "index_digest", "state_digest", "references", "has_explicit_boxes")
+    __slots__ = ("rank", "object_key", "nbytes", "layout_digest", "index_offset", "index_nbytes", "index_digest", "state_digest", "references", "has_explicit_boxes", "audit")
     RANK_FIELD_NUMBER: _ClassVar[int]
     OBJECT_KEY_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
@@ -123,6 +135,7 @@ class SegmentSummary(_message.Message):
     STATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     REFERENCES_FIELD_NUMBER: _ClassVar[int]
     HAS_EXPLICIT_BOXES_FIELD_NUMBER: _ClassVar[int]
+    AUDIT_FIELD_NUMBER: _ClassVar[int]
     rank: int
     object_key: str
     nbytes: int
@@ -133,7 +146,8 @@ class SegmentSummary(_message.Message):
     state_digest: bytes
     references: _containers.RepeatedCompositeFieldContainer[_common_pb2.CheckpointId]
     has_explicit_boxes: bool
-    def __init__(self, rank: _Optional[int] = ..., object_key: _Optional[str] = ..., nbytes: _Optional[int] = ..., layout_digest: _Optional[bytes] = ..., index_offset: _Optional[int] = ..., index_nbytes: _Optional[int] = ..., index_digest: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., references: _Optional[_Iterable[_Union[_common_pb2.CheckpointId, _Mapping]]] = ..., has_explicit_boxes: bool = ...) -> None: ...
+    audit: ReplicaAudit
+    def __init__(self, rank: _Optional[int] = ..., object_key: _Optional[str] = ..., nbytes: _Optional[int] = ..., layout_digest: _Optional[bytes] = ..., index_offset: _Optional[int] = ..., index_nbytes: _Optional[int] = ..., index_digest: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., references: _Optional[_Iterable[_Union[_common_pb2.CheckpointId, _Mapping]]] = ..., has_explicit_boxes: bool = ..., audit: _Optional[_Union[ReplicaAudit, _Mapping]] = ...) -> None: ...
 
 class GroupHeader(_message.Message):
     __slots__ = ("run", "id", "group", "world_size", "segments", "written_at", "parent", "environment")
