@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -37,6 +38,7 @@ class Placed:
     local: torch.Tensor
 
 
+@lru_cache(maxsize=256)
 def dtype_name(dtype: torch.dtype) -> str:
     """``torch.float32`` -> ``float32``."""
     return str(dtype).removeprefix("torch.")
@@ -86,7 +88,10 @@ class LayoutBuilder:
         if tensor.is_nested:  # has no shape to ask for
             raise InvalidInputError("nested tensors cannot be stored; store their parts", tensor=name)
         distributed = as_dtensor(tensor)
-        local = (tensor if distributed is None else local_tensor(distributed)).detach()
+        whole = tensor if distributed is None else local_tensor(distributed)
+        if type(whole) is not torch.Tensor:
+            _check_class(name, whole)  # before detach(), which may return something else
+        local = whole.detach()
         signature: tuple[object, ...] = (type(local), local.layout, local.device, local.dtype, local.shape)
         if distributed is None:
             signature += (alone,)
@@ -157,13 +162,16 @@ def _placement(name: str, placement: object) -> Placement:
     )
 
 
-def _check_storable(name: str, local: torch.Tensor) -> None:
+def _check_class(name: str, local: torch.Tensor) -> None:
     if type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise InvalidInputError(
             "tensor is made of parts that a copy of its elements would lose; store the parts",
             tensor=name,
-            type=type(local).__qualname__,
+            type=f"{type(local).__module__}.{type(local).__qualname__}",
         )
+
+
+def _check_storable(name: str, local: torch.Tensor) -> None:
     if local.is_meta:
         raise InvalidInputError("tensor is on the meta device and has no data", tensor=name)
     if local.layout != torch.strided:

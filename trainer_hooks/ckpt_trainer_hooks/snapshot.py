@@ -12,6 +12,7 @@ from ckpt.format.layout import LayoutSet, TensorLayout
 from ckpt.plan.save import SavePlan, StoredArray, plan_save
 from ckpt_proto.v1 import disk_pb2
 from ckpt_trainer_hooks.arena import Arena
+from ckpt_trainer_hooks.collector import collector_paused
 from ckpt_trainer_hooks.compat import version_of
 from ckpt_trainer_hooks.elements import movable
 from ckpt_trainer_hooks.layout import torch_dtype
@@ -45,6 +46,7 @@ class SnapshotPlan:
         )
 
 
+@collector_paused()
 def plan_snapshot(leaves: Sequence[Leaf], rank: int) -> SnapshotPlan:
     """Plan locally, by arithmetic; no other rank is asked. Takes some 10 us per tensor."""
     layouts = tuple(leaf.placed.layout for leaf in leaves)
@@ -118,6 +120,7 @@ class Copies:
 class Binding:
     """The arrays of a plan as tensors over an arena; writes the segment's header into it once."""
 
+    @collector_paused()
     def __init__(self, plan: SnapshotPlan, arena: Arena) -> None:
         self.plan = plan
         self.arena = arena
@@ -126,6 +129,7 @@ class Binding:
         flat[: header.numel()].copy_(header)
         self._targets = {array.name: _target(flat, array) for array in plan.save.arrays}
 
+    @collector_paused()
     def copies(self, leaves: Sequence[Leaf], *, deferred: bool) -> Copies:
         """Return the copies of the leaves whose ``deferred`` is as asked for, with their versions now."""
         result = Copies([], [], [], [], [])

@@ -4,7 +4,7 @@ What is in the values (docs/format.md, "State values"):
 
     {"items": {<item>: {"kind": "module",    "extra": {...}}
                        {"kind": "optimizer", "type": .., "groups": [..], "scalars": {<fqn>: {..}},
-                        "common": {..}}
+                        "common": {..}, ..}      see ckpt_trainer_hooks.optimizer_capture
                        {"kind": "stateful",  "state": <tree>}
                        {"kind": "plain",     "value": <tree>}},
      "aliases": {<tensor name>: <the name it is stored under>}}
@@ -30,8 +30,10 @@ from ckpt.digest import digest_hex
 from ckpt.errors import InvalidInputError
 from ckpt.format.values import encode_value
 from ckpt_proto.v1 import common_pb2
+from ckpt_trainer_hooks.collector import collector_paused
 from ckpt_trainer_hooks.layout import LayoutBuilder, Placed
 from ckpt_trainer_hooks.names import canonical_names, owned_tensors, parameter_names
+from ckpt_trainer_hooks.optimizer_capture import capture_optimizer, check_optimizers
 from ckpt_trainer_hooks.rng import capture_rng
 
 __all__ = ["FlatState", "ItemKind", "Leaf", "TrainState", "environment", "is_tensor_entry"]
@@ -112,6 +114,7 @@ class TrainState:
         for name in self.per_rank:
             if self.kinds[name] in (ItemKind.MODULE, ItemKind.OPTIMIZER):
                 raise InvalidInputError("modules and optimizers cannot be declared per rank", item=name)
+        check_optimizers(self.optimizers)
         self.builder = builder
         self.rank = rank
 
@@ -136,6 +139,7 @@ class TrainState:
         ]
         return digest_hex("\0".join(sorted(names)).encode())
 
+    @collector_paused()
     def flatten(self) -> FlatState:
         """Walk the items. Copies nothing of a tensor, changes nothing, makes no optimizer step.
 
@@ -188,27 +192,11 @@ class _Flattening:
 
     def _optimizer(self, item: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         names = parameter_names(self._state.modules)
-        scalars: dict[str, dict[str, Any]] = {}
-        groups = []
-        for number, group in enumerate(optimizer.param_groups):
-            fqns = [_name_of(names, item, number, p) for p in group["params"]]
-            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            groups.append({"params": fqns, "options": options})
-            for fqn, parameter in zip(fqns, group["params"], strict=True):
-                for key, value in optimizer.state.get(parameter, {}).items():
-                    if isinstance(value, torch.Tensor):
-                        self._add(f"{item}.{fqn}.{key}", value, deferred=True)
-                    else:
-                        scalars.setdefault(fqn, {})[key] = value
-        state: Mapping[Any, Any] = optimizer.state  # keys of its own beside the parameters
-        common = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
-        return {
-            "kind": str(ItemKind.OPTIMIZER),
-            "type": type(optimizer).__name__,
-            "groups": groups,
-            "scalars": scalars,
-            "common": common,
-        }
+
+        def add(placed: Placed) -> None:
+            self._append(placed.layout.name, placed, deferred=True)
+
+        return capture_optimizer(item, optimizer, names, self._builder, self._state.rank, add)
 
     def _stateful(self, item: str, stateful: Any) -> dict[str, Any]:
         return {"kind": str(ItemKind.STATEFUL), "state": stateful.state_dict()}
@@ -256,9 +244,6 @@ class _Flattening:
                 return
         self._append(name, placed, deferred=deferred)
 
-    def _add(self, name: str, tensor: torch.Tensor, *, deferred: bool) -> None:
-        self._append(name, self._builder.place(name, tensor), deferred=deferred)
-
     def _append(self, name: str, placed: Placed, *, deferred: bool) -> None:
         if name in self._names:
             raise InvalidInputError("two tensors have one name", tensor=name)
@@ -300,19 +285,6 @@ def _kind(name: str, item: object) -> ItemKind:
         item=name,
         type=type(item).__name__,
     )
-
-
-def _name_of(names: Mapping[int, str], item: str, group: int, parameter: torch.Tensor) -> str:
-    name = names.get(id(parameter))
-    if name is None:
-        raise InvalidInputError(
-            "the optimizer has a parameter that no registered module owns, so it has no name that would "
-            "survive a restart; register its module, or build the optimizer after wrapping the model",
-            optimizer=item,
-            group=group,
-            shape=tuple(parameter.shape),
-        )
-    return name
 
 
 def environment(extra: Iterable[tuple[str, str]] = ()) -> dict[str, str]:

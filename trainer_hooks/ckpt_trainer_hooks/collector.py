@@ -1,0 +1,26 @@
+"""Python's garbage collector, kept out of bursts of allocation."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["collector_paused"]
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """No cyclic garbage collection in the block, on any thread; afterwards it is as it was.
+
+    Planning a snapshot makes several objects per tensor and no cycles. The collector counts the objects and
+    walks the whole heap again and again, the model's modules included: with 20,000 tensors that was 60 % of
+    the time. Also a decorator. Nests.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
