@@ -1,0 +1,174 @@
+"""Optimizers at save: state tensors by parameter name, everything else as plain values.
+
+The item's value (docs/format.md, "State values"):
+
+    {"kind": "optimizer", "type": .., "groups": [..], "scalars": {<fqn>: {..}}, "common": {..},
+     "forms": {<fqn>: {<key>: <form>}}, "block_size": ..}
+
+``forms`` has the tensors whose form in the live state does not follow from the parameter's. Without an entry
+a tensor of the parameter's shape is laid out like the parameter, and any other is plain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ckpt.errors import InvalidInputError
+from ckpt_trainer_hooks.compat import as_dtensor
+from ckpt_trainer_hooks.layout import LayoutBuilder, Placed
+from ckpt_trainer_hooks.local_state import (
+    LocalState,
+    declared,
+    like_parameter,
+    looks_like_a_shard,
+    place_scales,
+)
+
+__all__ = ["capture_optimizer", "check_optimizers"]
+
+
+def check_optimizers(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+    """Refuse an optimizer around another one that is not registered too: its state would be left out.
+
+    Raises:
+        InvalidInputError: names the item and the attribute.
+    """
+    registered = {id(optimizer) for optimizer in optimizers.values()}
+    for item, optimizer in optimizers.items():
+        for attribute, value in vars(optimizer).items():
+            if isinstance(value, torch.optim.Optimizer) and id(value) not in registered:
+                raise InvalidInputError(
+                    "the optimizer keeps another one, whose state is not its own: register that one (too)",
+                    optimizer=item,
+                    attribute=attribute,
+                    type=type(value).__name__,
+                )
+
+
+def capture_optimizer(
+    item: str,
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    builder: LayoutBuilder,
+    rank: int,
+    add: Callable[[Placed], None],
+) -> dict[str, Any]:
+    """Return the item's value; hand each state tensor to ``add``, not copied.
+
+    Args:
+        item: name.
+        optimizer: live.
+        names: of parameters by id.
+        builder: of this rank.
+        rank: global.
+        add: takes what is to be stored.
+
+    Raises:
+        InvalidInputError: a parameter without a name, or a tensor whose meaning is not known.
+    """
+    walk = _Walk(item, declared(optimizer), builder, rank, add)
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        fqns = [_name_of(names, item, number, p) for p in group["params"]]
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        groups.append({"params": fqns, "options": options})
+        for fqn, parameter in zip(fqns, group["params"], strict=True):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                walk.entry(fqn, parameter, key, value)
+    state: Mapping[Any, Any] = optimizer.state  # keys of its own beside the parameters
+    return {
+        "kind": "optimizer",
+        "type": type(optimizer).__name__,
+        "groups": groups,
+        "scalars": walk.scalars,
+        "common": {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)},
+        "forms": walk.forms,
+        "block_size": walk.declared.block_size,
+    }
+
+
+class _Walk:
+    def __init__(
+        self,
+        item: str,
+        declared: LocalState,
+        builder: LayoutBuilder,
+        rank: int,
+        add: Callable[[Placed], None],
+    ) -> None:
+        self.scalars: dict[str, dict[str, Any]] = {}
+        self.forms: dict[str, dict[str, str]] = {}
+        self.declared = declared
+        self._item = item
+        self._builder = builder
+        self._rank = rank
+        self._add = add
+
+    def entry(self, fqn: str, parameter: torch.Tensor, key: str, value: object) -> None:
+        if not isinstance(value, torch.Tensor):
+            _refuse_nested_dtensors(f"{self._item}.{fqn}.{key}", value)
+            self.scalars.setdefault(fqn, {})[key] = value
+            return
+        name = f"{self._item}.{fqn}.{key}"
+        if key in self.declared.scales:
+            self._form(fqn, key, "scales")
+            block = self.declared.block_size
+            self._add(place_scales(self._builder, self._rank, name, parameter, value, block))
+        elif key in self.declared.shards:
+            self._form(fqn, key, "shard-flat" if value.ndim == 1 != parameter.ndim else "shard")
+            self._add(self._builder.place(name, like_parameter(parameter, value, key)))
+        else:
+            self._undeclared(name, fqn, parameter, key, value)
+
+    def _undeclared(
+        self, name: str, fqn: str, parameter: torch.Tensor, key: str, value: torch.Tensor
+    ) -> None:
+        if key not in self.declared.replicated and looks_like_a_shard(parameter, value):
+            raise InvalidInputError(
+                "a plain tensor in the state of a sharded parameter has the size of this rank's shard, and "
+                "does not tell whether it is one or the same on every rank; see declare_local_state",
+                code="local-state",
+                tensor=name,
+                shape=tuple(value.shape),
+            )
+        is_distributed = as_dtensor(value) is not None
+        if is_distributed and value.shape != parameter.shape:
+            self._form(fqn, key, "dtensor")
+        elif not is_distributed and value.shape == parameter.shape and as_dtensor(parameter) is not None:
+            self._form(fqn, key, "plain")
+        self._add(self._builder.place(name, value))
+
+    def _form(self, fqn: str, key: str, form: str) -> None:
+        self.forms.setdefault(fqn, {})[key] = form
+
+
+def _refuse_nested_dtensors(name: str, value: object) -> None:
+    """Such a tensor would come back whole on every rank."""
+    if isinstance(value, torch.Tensor):
+        if as_dtensor(value) is not None:
+            raise InvalidInputError(
+                "optimizer state has a DTensor inside a list or mapping, which would come back unsharded",
+                tensor=name,
+            )
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            _refuse_nested_dtensors(f"{name}.{key}", part)
+    elif isinstance(value, list | tuple):
+        for number, part in enumerate(value):
+            _refuse_nested_dtensors(f"{name}.{number}", part)
+
+
+def _name_of(names: Mapping[int, str], item: str, group: int, parameter: torch.Tensor) -> str:
+    name = names.get(id(parameter))
+    if name is None:
+        raise InvalidInputError(
+            "the optimizer has a parameter that no registered module owns, so it has no name that would "
+            "survive a restart; register its module, or build the optimizer after wrapping the model",
+            optimizer=item,
+            group=group,
+            shape=tuple(parameter.shape),
+        )
+    return name
