@@ -6,10 +6,11 @@ What is in the values (docs/format.md, "State values"):
                        {"kind": "optimizer", "type": .., "groups": [..], "scalars": {<fqn>: {..}},
                         "common": {..}, ..}      see ckpt_trainer_hooks.optimizer_capture
                        {"kind": "stateful",  "state": <tree>}
-                       {"kind": "plain",     "value": <tree>}},
+                       {"kind": "plain",     "value": <tree>}
+                       {"kind": "generator", "type": .., "state": <tree>}},
      "aliases": {<tensor name>: <the name it is stored under>}}
 
-Items declared per rank, and the random-number streams, are in the rank's own values:
+Items declared per rank, generators, and the random-number streams are in the rank's own values:
 
     {"items": {...}, "rng": {...}}
 """
@@ -31,10 +32,12 @@ from ckpt.errors import InvalidInputError
 from ckpt.format.values import encode_value
 from ckpt_proto.v1 import common_pb2
 from ckpt_trainer_hooks.collector import collector_paused
+from ckpt_trainer_hooks.data import settle_loader
+from ckpt_trainer_hooks.generators import capture_generator, generator_type, is_same_state
 from ckpt_trainer_hooks.layout import LayoutBuilder, Placed
 from ckpt_trainer_hooks.names import canonical_names, owned_tensors, parameter_names
 from ckpt_trainer_hooks.optimizer_capture import capture_optimizer, check_optimizers
-from ckpt_trainer_hooks.rng import capture_rng
+from ckpt_trainer_hooks.rng import capture_rng, restore_rng
 
 __all__ = ["FlatState", "ItemKind", "Leaf", "TrainState", "environment", "is_tensor_entry"]
 
@@ -52,6 +55,7 @@ class ItemKind(StrEnum):
     OPTIMIZER = "optimizer"
     STATEFUL = "stateful"
     PLAIN = "plain"
+    GENERATOR = "generator"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +90,12 @@ class TrainState:
     """The objects of a run by item name.
 
     Args:
-        items: modules, optimizers, objects with state_dict/load_state_dict, or mutable mappings of
-            plain values. None values are left out.
+        items: modules, optimizers, objects with state_dict/load_state_dict, mutable mappings of plain
+            values, or random-number generators. None values are left out.
         builder: of this rank.
         rank: global rank of this process.
-        per_rank: names of items whose state differs from rank to rank (data loaders).
+        per_rank: names of items whose state differs from rank to rank (data loaders). Generators always do;
+            an object with ``same_on_every_rank = True`` never does.
 
     Raises:
         InvalidInputError: an object that could not be restored.
@@ -110,13 +115,21 @@ class TrainState:
         self.kinds = {name: _kind(name, item) for name, item in self.items.items()}
         if unknown := set(per_rank) - items.keys():
             raise InvalidInputError("per_rank names items that are not there", items=sorted(unknown))
-        self.per_rank = frozenset(per_rank) & self.items.keys()
+        self.per_rank = frozenset(
+            name
+            for name, item in self.items.items()
+            if name in per_rank and not getattr(item, "same_on_every_rank", False)
+        )
         for name in self.per_rank:
             if self.kinds[name] in (ItemKind.MODULE, ItemKind.OPTIMIZER):
                 raise InvalidInputError("modules and optimizers cannot be declared per rank", item=name)
         check_optimizers(self.optimizers)
         self.builder = builder
         self.rank = rank
+
+    def is_own(self, name: str) -> bool:
+        """Whether each rank has a state of its own of the item."""
+        return name in self.per_rank or self.kinds.get(name) is ItemKind.GENERATOR
 
     def of_kind(self, kind: ItemKind) -> dict[str, Any]:
         """The items of one kind, in registration order."""
@@ -166,13 +179,18 @@ class _Flattening:
             ItemKind.OPTIMIZER: self._optimizer,
             ItemKind.STATEFUL: self._stateful,
             ItemKind.PLAIN: self._plain,
+            ItemKind.GENERATOR: self._generator,
         }
+        for stateful in self._state.of_kind(ItemKind.STATEFUL).values():
+            settle_loader(stateful)
         rng = capture_rng()  # first: a state_dict() may draw random numbers
         shared: dict[str, Any] = {}
         own: dict[str, Any] = {}
         for name, item in self._state.items.items():
-            target = own if name in self._state.per_rank else shared
+            target = own if self._state.is_own(name) else shared
             target[name] = encoders[self._state.kinds[name]](name, item)
+        if not is_same_state(rng, capture_rng()):
+            restore_rng(rng)  # a save must not change what training draws next
         tree = {"items": shared, "aliases": self._aliases}
         self._flat.values = encode_value(tree, leaf=self._shared_leaf)
         self._flat.rank_values = encode_value({"items": own, "rng": rng}, leaf=self._rank_leaf)
@@ -203,6 +221,13 @@ class _Flattening:
 
     def _plain(self, item: str, value: Any) -> dict[str, Any]:
         return {"kind": str(ItemKind.PLAIN), "value": dict(value)}  # restored in place, so of any type
+
+    def _generator(self, item: str, generator: Any) -> dict[str, Any]:
+        return {
+            "kind": str(ItemKind.GENERATOR),
+            "type": generator_type(generator),
+            "state": capture_generator(generator),
+        }
 
     def _shared_leaf(self, path: str, value: object) -> str | None:
         """Store a tensor that was met inside plain values; it is copied at once, never deferred."""
@@ -275,13 +300,15 @@ def _kind(name: str, item: object) -> ItemKind:
         return ItemKind.MODULE
     if isinstance(item, torch.optim.Optimizer):
         return ItemKind.OPTIMIZER
+    if generator_type(item) is not None:
+        return ItemKind.GENERATOR
     if hasattr(item, "state_dict") and hasattr(item, "load_state_dict"):
         return ItemKind.STATEFUL
     if isinstance(item, MutableMapping):
         return ItemKind.PLAIN
     raise InvalidInputError(
         "item cannot be restored in place: pass a module, an optimizer, an object with state_dict and "
-        "load_state_dict, or a mutable mapping of plain values",
+        "load_state_dict, a mutable mapping of plain values, or a random-number generator",
         item=name,
         type=type(item).__name__,
     )
