@@ -18,11 +18,12 @@ from ckpt_proto.v1 import common_pb2, disk_pb2, flusher_pb2
 from ckpt_trainer_hooks.arena import Arena, arena_nbytes
 from ckpt_trainer_hooks.audit import Audit
 from ckpt_trainer_hooks.capture import Capture
+from ckpt_trainer_hooks.environment import environment
 from ckpt_trainer_hooks.flusher_process import FlusherProcess
 from ckpt_trainer_hooks.handle import SaveHandle
 from ckpt_trainer_hooks.pinned import pin, unpin
 from ckpt_trainer_hooks.snapshot import Binding, SnapshotPlan, plan_snapshot
-from ckpt_trainer_hooks.state import FlatState, TrainState, environment
+from ckpt_trainer_hooks.state import FlatState, TrainState
 
 __all__ = ["Origin", "SavePipeline"]
 

@@ -28,9 +28,10 @@ from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import disk_pb2
 from ckpt_trainer_hooks.agree import Agreement
 from ckpt_trainer_hooks.elements import copy_elements
+from ckpt_trainer_hooks.environment import compare_environment
 from ckpt_trainer_hooks.layout import torch_dtype
 from ckpt_trainer_hooks.rng import derive_rng, restore_rng
-from ckpt_trainer_hooks.state import TrainState, environment
+from ckpt_trainer_hooks.state import TrainState
 from ckpt_trainer_hooks.targets import RestoreTargets, collect_targets
 
 __all__ = ["Restorer"]
@@ -139,7 +140,8 @@ class Restorer:
         for apply in targets.apply:
             apply()
         self._restore_rng(ident, checkpoint.manifest.world_size, rng)
-        _compare_environment(dict(checkpoint.manifest.environment))
+        if self.agreement.rank == 0:  # it is rank 0's that was stored
+            compare_environment(checkpoint.manifest.environment)
         event(
             _log,
             logging.INFO,
@@ -261,17 +263,3 @@ def _whole(groups: Iterable[tuple[str, int, int]]) -> set[CheckpointId]:
 
 def _lineage_key(ident: CheckpointId) -> tuple[int, int]:
     return ident.attempt, ident.step
-
-
-def _compare_environment(saved: dict[str, str]) -> None:
-    now = environment()
-    for name in sorted(saved.keys() & now.keys()):
-        if saved[name] != now[name]:
-            event(
-                _log,
-                logging.WARNING,
-                "restore.environment_differs",
-                name=name,
-                saved=saved[name],
-                now=now[name],
-            )

@@ -17,16 +17,14 @@ Items declared per rank, generators, and the random-number streams are in the ra
 
 from __future__ import annotations
 
-import platform
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 import torch
 
-import ckpt
 from ckpt.digest import digest_hex
 from ckpt.errors import InvalidInputError
 from ckpt.format.values import encode_value
@@ -39,7 +37,7 @@ from ckpt_trainer_hooks.names import canonical_names, owned_tensors, parameter_n
 from ckpt_trainer_hooks.optimizer_capture import capture_optimizer, check_optimizers
 from ckpt_trainer_hooks.rng import capture_rng, restore_rng
 
-__all__ = ["FlatState", "ItemKind", "Leaf", "TrainState", "environment", "is_tensor_entry"]
+__all__ = ["FlatState", "ItemKind", "Leaf", "TrainState", "is_tensor_entry"]
 
 
 _PATH_PART = re.compile(r"""\[['"](.*?)['"]\]|\[([^\]]*)\]""")
@@ -312,19 +310,3 @@ def _kind(name: str, item: object) -> ItemKind:
         item=name,
         type=type(item).__name__,
     )
-
-
-def environment(extra: Iterable[tuple[str, str]] = ()) -> dict[str, str]:
-    """Versions and numerics flags that a restore compares with its own."""
-    found = {
-        "ckpt": ckpt.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "default_dtype": str(torch.get_default_dtype()),
-        "deterministic_algorithms": str(torch.are_deterministic_algorithms_enabled()),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-    }
-    if torch.version.cuda is not None:
-        found["cuda"] = torch.version.cuda
-    found.update(extra)
-    return found
