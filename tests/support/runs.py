@@ -22,7 +22,7 @@ from ckpt_trainer_hooks import CheckpointManager
 from tests.support.bits import assert_same_bits
 from tests.support.models import OddNet, full_state, train
 
-__all__ = ["Live", "Place", "assert_equal_runs", "capture_held", "seed_all", "stop_server"]
+__all__ = ["Live", "Place", "assert_equal_runs", "capture_held", "save_steps", "seed_all", "stop_server"]
 
 
 def seed_all(seed: int) -> None:
@@ -115,6 +115,21 @@ class Place:
         root = Path(self.url.removeprefix("file://"))
         local = StagingDir(self.staging).segment_path(keys.run_key(self.url), ident, 0)
         return local, root / keys.segment_key(ident, 0)
+
+
+def save_steps(
+    place: Place, steps: list[int], **more: Any
+) -> tuple[Live, dict[int, dict[str, torch.Tensor]]]:
+    """Train and save at each of ``steps``; returns the objects and the state at each."""
+    live, states, done = Live.new(), {}, 0
+    with place.manager(live, **more) as manager:
+        manager.restore()
+        for step in steps:
+            live.train(range(done, step))
+            done = step
+            states[step] = live.state()
+            manager.save(step).upload_completion.result(30)
+    return live, states
 
 
 @contextlib.contextmanager
