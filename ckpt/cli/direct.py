@@ -16,7 +16,15 @@ from ckpt.events import get_logger
 from ckpt.format import keys
 from ckpt.format.ids import CheckpointId, split_run_url
 from ckpt.ops.attempts import newest_attempt
-from ckpt.ops.catalog import CheckpointInfo, latest, list_checkpoints, load_checkpoint, read_manifest, resolve
+from ckpt.ops.catalog import (
+    CheckpointInfo,
+    latest,
+    list_checkpoints,
+    list_runs,
+    load_checkpoint,
+    read_manifest,
+    resolve,
+)
 from ckpt.ops.pins import is_pinned, list_pins, pin, unpin
 from ckpt.plan.retention import Verdict, newest_first
 from ckpt.storage.base import Store
@@ -156,11 +164,9 @@ class DirectBackend:
     def _run_urls(self, root: str) -> list[str]:
         store = open_store(root, self._options)
         try:
-            parts = [info.key.partition("/") for info in store.list_keys("")]
+            return [f"{root}/{name}" for name in list_runs(store)]
         finally:
             store.close()
-        found = {name for name, _, rest in parts if rest.startswith((keys.MANIFESTS, keys.ATTEMPTS))}
-        return [f"{root}/{name}" for name in sorted(found)]
 
     def _store(self, url: str) -> Store:
         if url not in self._stores:

@@ -13,12 +13,13 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ckpt.errors import CorruptError, InvalidInputError, NotFoundError
 from ckpt.events import event, get_logger
 from ckpt.format.ids import MAX_STEP, CheckpointId
-from ckpt.format.keys import MANIFESTS, manifest_key, parse_manifest_key
+from ckpt.format.keys import ATTEMPTS, MANIFESTS, manifest_key, parse_manifest_key
 from ckpt.format.manifest import open_manifest
 from ckpt.ops.attempts import first_parsed, newest_attempt, read_attempt
 from ckpt.ops.checkpoint import Checkpoint
@@ -32,12 +33,15 @@ __all__ = [
     "exists",
     "latest",
     "list_checkpoints",
+    "list_runs",
     "load_checkpoint",
     "read_manifest",
     "resolve",
 ]
 
 _log = get_logger("ops.catalog")
+_WORKERS = 16
+_RUN_FOLDERS = frozenset({MANIFESTS.rstrip("/"), ATTEMPTS.rstrip("/")})
 _STEP = re.compile(r"\d{1,12}")
 
 
@@ -65,6 +69,20 @@ def list_checkpoints(store: Store) -> Iterator[CheckpointInfo]:
         ident = parse_manifest_key(info.key)
         if ident is not None:
             yield CheckpointInfo(ident=ident, nbytes=info.nbytes, committed_at=info.modified_at)
+
+
+def list_runs(root: Store) -> list[str]:
+    """Return the names of the runs directly below ``root``, ascending: folders with manifests or attempts.
+
+    One request (of a page) for the root and one for each folder in it; reads no keys below them.
+    """
+    names = list(root.list_dirs(""))
+
+    def is_run(name: str) -> bool:
+        return not _RUN_FOLDERS.isdisjoint(root.list_dirs(f"{name}/"))
+
+    with ThreadPoolExecutor(_WORKERS, thread_name_prefix="ckpt-runs") as pool:
+        return [name for name, found in zip(names, pool.map(is_run, names), strict=True) if found]
 
 
 def exists(store: Store, ident: CheckpointId) -> bool:

@@ -12,6 +12,8 @@ ST5 Absence is NotFoundError; anything else that goes wrong is another CkptError
     an error into "nothing there".
 ST6 ``get_range`` returns exactly the bytes asked for or raises; a short read is an error.
 ST7 A store may be used from several threads at once. It must not be used in a forked child.
+ST8 ``list_dirs`` names every folder that holds a value, directly or deeper, by the rules of ST4 and ST5, and
+    reads no keys below them. Where folders are real, one whose last value was deleted may be named, too.
 """
 
 from __future__ import annotations
@@ -87,6 +89,14 @@ class Store(Protocol):
         """Yield the objects whose key begins with ``prefix``, ascending; at most ``limit`` of them.
 
         With a limit the number of requests depends on the limit alone (as far as the service can).
+        """
+        ...
+
+    def list_dirs(self, prefix: str) -> Iterator[str]:
+        """Yield each ``name`` such that a key begins with ``prefix + name + "/"``, in the order of those.
+
+        Args:
+            prefix: empty, or a folder with its slash.
         """
         ...
 

@@ -227,13 +227,19 @@ class FsspecStore:
             self._fs.invalidate_cache()
         yield from itertools.islice(self._walk(folder, start), limit)
 
-    def _walk(self, folder: str, start: str) -> Iterator[ObjectInfo]:
+    def list_dirs(self, prefix: str) -> Iterator[str]:
+        with self._errors(prefix):
+            self._fs.invalidate_cache()
+        return (name[:-1] for name in sorted(self._entries(prefix.rstrip("/"), "")) if name.endswith("/"))
+
+    def _entries(self, folder: str, start: str) -> dict[str, Any]:
+        """What is in ``folder`` and begins with ``start``, by name; folders have a slash at the end."""
         path = self._path(folder) if folder else self._root
         try:
             with self._errors(folder):
                 entries = self._fs.ls(path, detail=True)
         except NotFoundError:
-            return
+            return {}
         found: dict[str, Any] = {}
         for entry in entries:
             full = entry["name"].rstrip("/")
@@ -241,6 +247,10 @@ class FsspecStore:
             if full != path.rstrip("/") and name.startswith(start) and not name.startswith(TEMP_PREFIX):
                 # A folder sorts with its slash: that is the byte order of whole keys.
                 found[name + "/" if entry["type"] == "directory" else name] = entry
+        return found
+
+    def _walk(self, folder: str, start: str) -> Iterator[ObjectInfo]:
+        found = self._entries(folder, start)
         base = f"{folder}/" if folder else ""
         for name in sorted(found):
             if name.endswith("/"):

@@ -157,7 +157,11 @@ class LocalStore:
                 continue
             count += 1
 
-    def _walk(self, folder: str, start: str) -> Iterator[str]:
+    def list_dirs(self, prefix: str) -> Iterator[str]:
+        return (name[:-1] for name in self._names(prefix, "") if name.endswith("/"))
+
+    def _names(self, folder: str, start: str) -> list[str]:
+        """What is in ``folder`` and begins with ``start``; folders with their slash, in the order of keys."""
         try:
             with os.scandir(self._root / folder) as entries:
                 names = [
@@ -166,11 +170,13 @@ class LocalStore:
                     if entry.name.startswith(start) and not entry.name.startswith(TEMP_PREFIX)
                 ]
         except (FileNotFoundError, NotADirectoryError):
-            return
+            return []
         except OSError as error:
             raise os_error(error, self._root / folder) from error
-        # A folder sorts with its slash: that is the byte order of whole keys.
-        for name in sorted(names):
+        return sorted(names)  # a folder sorts with its slash: that is the byte order of whole keys
+
+    def _walk(self, folder: str, start: str) -> Iterator[str]:
+        for name in self._names(folder, start):
             if name.endswith("/"):
                 yield from self._walk(folder + name, "")
             else:

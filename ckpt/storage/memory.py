@@ -110,6 +110,20 @@ class MemoryStore:
                 index += 1
         return iter(found)
 
+    def list_dirs(self, prefix: str) -> Iterator[str]:
+        first = self._root + prefix
+        found: list[str] = []
+        with _SPACE.lock:
+            index = bisect.bisect_left(_SPACE.order, first)
+            while index < len(_SPACE.order) and _SPACE.order[index].startswith(first):
+                name, slash, _ = _SPACE.order[index][len(first) :].partition("/")
+                if slash:
+                    found.append(name)
+                    index = bisect.bisect_left(_SPACE.order, f"{first}{name}0", index)  # "0" follows "/"
+                else:
+                    index += 1
+        return iter(found)
+
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
             full = self._root + key

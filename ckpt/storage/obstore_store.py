@@ -183,6 +183,14 @@ class ObstoreStore:
                 if limit is not None and count >= limit:
                     return
 
+    def list_dirs(self, prefix: str) -> Iterator[str]:
+        """Yield as the contract says; one request for each page of the service's folders and keys."""
+        folder = prefix.rstrip("/")
+        with self._errors(prefix):
+            found = obstore.list_with_delimiter(self._store, folder or None)["common_prefixes"]
+        # The engine's paths have no slash at the end.
+        return iter(sorted((path.rstrip("/")[len(prefix) :] for path in found), key=lambda name: name + "/"))
+
     def delete(self, keys: Iterable[str]) -> None:
         wanted = list(keys)
         if not wanted:

@@ -148,6 +148,18 @@ class S3fsStore(FsspecStore):
                 return
             arguments["ContinuationToken"] = answer["NextContinuationToken"]
 
+    def list_dirs(self, prefix: str) -> Iterator[str]:
+        """Yield as the contract says; one request for each page of up to 1000 folders and keys."""
+        cut = len(self._full(prefix))
+        arguments: dict[str, Any] = {"Prefix": self._full(prefix), "Delimiter": "/", "MaxKeys": _PAGE}
+        while True:
+            answer = self._call("list_objects_v2", prefix, **arguments)
+            for entry in answer.get("CommonPrefixes", ()):
+                yield entry["Prefix"][cut:-1]
+            if not answer.get("IsTruncated"):
+                return
+            arguments["ContinuationToken"] = answer["NextContinuationToken"]
+
     def delete(self, keys: Iterable[str]) -> None:
         wanted = list(keys)
         for start in range(0, len(wanted), _PAGE):

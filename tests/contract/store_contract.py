@@ -1,4 +1,4 @@
-"""The store contract (ckpt/storage/base.py, ST1-ST7) as tests that every backend runs."""
+"""The store contract (ckpt/storage/base.py, ST1-ST8) as tests that every backend runs."""
 
 from __future__ import annotations
 
@@ -96,16 +96,26 @@ class StoreContract:
         assert info.modified_at > 1.6e9
         assert store.head("k").nbytes == 5
 
-    def test_ST4_many_objects_are_all_listed_and_all_deleted(self, store: Store) -> None:
-        keys = [f"many/{number:05d}" for number in range(self.many)]
+    def test_ST4_ST8_many_objects_and_folders_are_all_listed_and_all_deleted(self, store: Store) -> None:
+        keys = [f"many/{number:05d}/k" for number in range(self.many)]
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda key: store.put(key, b""), keys))
         store.put("other", b"")
         assert keys_of(store, "many/") == keys
         assert keys_of(store, "many/", limit=3) == keys[:3]
         assert keys_of(store, "many/", limit=1001) == keys[:1001]
+        assert list(store.list_dirs("many/")) == [key.split("/")[1] for key in keys]
         store.delete(keys)
         assert keys_of(store) == ["other"]
+
+    def test_ST8_folders_are_listed_without_what_is_below_them(self, store: Store) -> None:
+        for key in ("file", "a.b/k", "a/k", "a/b/c/deep", "a/b/d", "a-b/k", "a0", "\u00fc x/k", "b%20/k"):
+            store.put(key, b"")
+        assert list(store.list_dirs("")) == ["a-b", "a.b", "a", "b%20", "\u00fc x"]
+        assert list(store.list_dirs("a/")) == ["b"]
+        assert list(store.list_dirs("a/b/")) == ["c"]
+        assert list(store.list_dirs("a/b/c/")) == []
+        assert list(store.list_dirs("nothing/here/")) == []
 
     def test_ST5_absence_is_not_found(self, store: Store) -> None:
         store.put("a/b", b"")

@@ -141,6 +141,10 @@ class CountingStore:
                 self._count("list")
             yield info
 
+    def list_dirs(self, prefix: str) -> Iterator[str]:
+        self._count("list")
+        return self.inner.list_dirs(prefix)
+
     def delete(self, keys: Iterable[str]) -> None:
         self._count("delete")
         self.inner.delete(keys)

@@ -15,6 +15,7 @@ from ckpt.ops.catalog import (
     exists,
     latest,
     list_checkpoints,
+    list_runs,
     load_checkpoint,
     read_manifest,
     resolve,
@@ -291,3 +292,17 @@ def test_a_throttled_store_is_an_error_never_an_empty_run(kind: str) -> None:
     if kind == "head":
         with pytest.raises(UnavailableError):
             exists(store, ident(10))
+
+
+def test_runs_below_a_root_are_found_without_reading_their_keys() -> None:
+    root = CountingStore(memory_store())
+    root.put("run/a/data", b"")  # no run: what it holds is none of ours
+    root.put("manifests", b"")
+    for name in ("old", "new"):
+        for number in range(1500):
+            root.put(f"{name}/data/{number}", b"")
+    root.put(f"old/{manifest_key(ident(3))}", b"")
+    root.put(f"new/{attempt_key(1)}", b"")
+    root.reset()
+    assert list_runs(root) == ["new", "old"]
+    assert root.total == 1 + 3
