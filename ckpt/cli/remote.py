@@ -34,21 +34,17 @@ class RemoteBackend:
         self._client.close()
 
     def listing(self, url: str) -> Listing:
-        found = list(self._client.list_checkpoints(url, page_size=_PAGE_SIZE))
+        found, chosen, problem = self._list(url)
         if not found:
             self._require_run(url)
-            return Listing(rows=[])
-        chosen, problem = None, None
-        try:
-            chosen = self._latest(url)
-        except CorruptError as error:
-            problem = problem_of(error)
-        return Listing(rows=[_row(info, chosen) for info in found], problem=problem)
+        return Listing(
+            rows=[_row(info, chosen) for info in found], problem=problem_of(problem) if problem else None
+        )
 
     def details(self, url: str, checkpoints: Sequence[str]) -> dict[str, Details | CkptError]:
         def read(text: str) -> Details | CkptError:
             try:
-                return details_of(self._client.get_manifest(url, text).manifest)
+                return details_of(self._client.get_manifest(url, text, manifest_only=True).manifest)
             except (CorruptError, NotFoundError) as error:  # one bad row must not hide the others
                 return error
 
@@ -67,17 +63,14 @@ class RemoteBackend:
         )
 
     def verify(self, url: str, checkpoint: str, *, deep: bool, on_bytes: OnBytes) -> Verified:
-        ident = self._resolve(url, checkpoint)
         problems: list[CkptError] = []
-        checked = 0
-        try:
-            for message in self._client.verify(url, ident, deep=deep):
-                problems += map(error_from_info, message.problems)
-                checked = message.checked_bytes
-                if message.total_bytes:
-                    on_bytes(checked, message.total_bytes)
-        except CorruptError as error:  # not even the manifest or the layouts can be read
-            problems.append(error)
+        checked, ident = 0, checkpoint
+        for message in self._client.verify(url, checkpoint, deep=deep):
+            ident = str(CheckpointId.from_proto(message.id))
+            problems += map(error_from_info, message.problems)
+            checked = message.checked_bytes
+            if message.total_bytes:
+                on_bytes(checked, message.total_bytes)
         return Verified(checkpoint=ident, checked_nbytes=checked, problems=list(map(problem_of, problems)))
 
     def plan_prune(self, url: str, policy: Policy) -> PrunePlan:
@@ -114,24 +107,26 @@ class RemoteBackend:
             return list(pool.map(self._run, self._client.list_runs(root)))
 
     def _run(self, url: str) -> RunRow:
-        found = self._client.list_checkpoints(url, page_size=_PAGE_SIZE)
+        found, chosen, problem = self._list(url)
+        if problem is not None:
+            raise problem
         count = sum(1 for info in found if info.location != "local")
-        chosen = self._latest(url)
         name = split_run_url(url)[1]
         return RunRow(run=name, url=url, checkpoints=count, latest=str(chosen) if chosen else None)
 
-    def _latest(self, url: str) -> CheckpointId | None:
-        try:
-            return CheckpointId.from_proto(self._client.get_manifest(url).manifest.id)
-        except NotFoundError:
-            return None
-
-    def _resolve(self, url: str, checkpoint: str) -> str:
-        """Return the id, so that the problems of a checkpoint that cannot be opened have a name."""
-        try:
-            return str(CheckpointId.from_proto(self._client.get_manifest(url, checkpoint).manifest.id))
-        except CorruptError as error:
-            return str(error.context.get("checkpoint", checkpoint))
+    def _list(
+        self, url: str
+    ) -> tuple[list[catalog_pb2.CheckpointInfo], CheckpointId | None, CkptError | None]:
+        """Every checkpoint; the latest; why that is not known."""
+        found: list[catalog_pb2.CheckpointInfo] = []
+        chosen, problem = None, None
+        for page in self._client.list_pages(url, page_size=_PAGE_SIZE):
+            found += page.checkpoints
+            if page.HasField("latest"):
+                chosen = CheckpointId.from_proto(page.latest)
+            if page.HasField("latest_problem"):
+                problem = error_from_info(page.latest_problem)
+        return found, chosen, problem
 
     def _require_run(self, url: str) -> None:
         root = split_run_url(url)[0]

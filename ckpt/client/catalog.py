@@ -48,18 +48,25 @@ class CatalogClient:
 
     def list_checkpoints(self, url: str, *, page_size: int = 0) -> Iterator[catalog_pb2.CheckpointInfo]:
         """Yield the checkpoints of a run, newest first, page by page. Raises CkptError."""
+        for page in self.list_pages(url, page_size=page_size):
+            yield from page.checkpoints
+
+    def list_pages(self, url: str, *, page_size: int = 0) -> Iterator[catalog_pb2.ListCheckpointsResponse]:
+        """Yield the pages themselves, at least one; the first one names the latest. Raises CkptError."""
         token = ""
         while True:
             request = catalog_pb2.ListCheckpointsRequest(url=url, page_size=page_size, page_token=token)
             reply = self._connection.call(self._stub.ListCheckpoints, request)
-            yield from reply.checkpoints
+            yield reply
             token = reply.next_page_token
             if not token:
                 return
 
-    def get_manifest(self, url: str, checkpoint: str = "latest") -> catalog_pb2.GetManifestResponse:
-        """One checkpoint in full. Raises NotFoundError."""
-        request = catalog_pb2.GetManifestRequest(url=url, checkpoint=checkpoint)
+    def get_manifest(
+        self, url: str, checkpoint: str = "latest", *, manifest_only: bool = False
+    ) -> catalog_pb2.GetManifestResponse:
+        """One checkpoint in full, or only its manifest and whether it is pinned. Raises NotFoundError."""
+        request = catalog_pb2.GetManifestRequest(url=url, checkpoint=checkpoint, manifest_only=manifest_only)
         reply: catalog_pb2.GetManifestResponse = self._connection.call(self._stub.GetManifest, request)
         return reply
 

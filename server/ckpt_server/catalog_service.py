@@ -6,12 +6,22 @@ from collections.abc import Iterable, Iterator
 
 import grpc
 
-from ckpt.errors import InvalidInputError
+from ckpt.client.status import error_to_info
+from ckpt.errors import CorruptError, InvalidInputError
 from ckpt.format import keys
 from ckpt.format.ids import CheckpointId
-from ckpt.ops.catalog import CheckpointInfo, list_checkpoints, load_checkpoint, resolve
+from ckpt.ops.catalog import (
+    CheckpointInfo,
+    latest,
+    list_checkpoints,
+    list_runs,
+    load_checkpoint,
+    read_manifest,
+    resolve,
+)
 from ckpt.ops.pins import is_pinned, list_pins, pin, unpin
 from ckpt.ops.prune import execute_prune, plan_deletion, plan_retention
+from ckpt.storage.base import Store
 from ckpt.storage.open import open_store
 from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import catalog_pb2, catalog_pb2_grpc, common_pb2
@@ -49,7 +59,7 @@ class CatalogService(catalog_pb2_grpc.CatalogServicer):
         local = self._local(request.url)
         pins = list_pins(store)
         rows = _merge(list_checkpoints(store), local)
-        response = catalog_pb2.ListCheckpointsResponse()
+        response = catalog_pb2.ListCheckpointsResponse() if after else _first_page(store)
         for ident, info in rows:
             if after is not None and _order(ident) >= _order(after):
                 continue
@@ -63,6 +73,12 @@ class CatalogService(catalog_pb2_grpc.CatalogServicer):
     def GetManifest(
         self, request: catalog_pb2.GetManifestRequest, context: grpc.ServicerContext
     ) -> catalog_pb2.GetManifestResponse:
+        if request.manifest_only:
+            store = self._runs.store_for(request.url)
+            ident = resolve(store, request.checkpoint or "latest")
+            return catalog_pb2.GetManifestResponse(
+                manifest=read_manifest(store, ident), pinned=is_pinned(store, ident)
+            )
         checkpoint = self._checkpoints.find(request.url, request.checkpoint)
         return catalog_pb2.GetManifestResponse(
             manifest=checkpoint.manifest,
@@ -103,8 +119,12 @@ class CatalogService(catalog_pb2_grpc.CatalogServicer):
         self, request: catalog_pb2.VerifyRequest, context: grpc.ServicerContext
     ) -> Iterator[catalog_pb2.VerifyProgress]:
         store = self._runs.store_for(request.url)
-        checkpoint = load_checkpoint(store, resolve(store, request.checkpoint or "latest"))
-        yield from verification(checkpoint, deep=request.deep, is_active=context.is_active)
+        ident = resolve(store, request.checkpoint or "latest")
+        try:
+            checkpoint = load_checkpoint(store, ident)
+            yield from verification(checkpoint, deep=request.deep, is_active=context.is_active)
+        except CorruptError as error:  # not even the manifest or the layouts can be read
+            yield catalog_pb2.VerifyProgress(id=ident.to_proto(), problems=[error_to_info(error)], done=True)
 
     def _local(self, url: str) -> set[CheckpointId]:
         """Checkpoints of which this node has at least one sealed segment."""
@@ -118,6 +138,19 @@ class CatalogService(catalog_pb2_grpc.CatalogServicer):
             catalog_pb2.LocalCopy(rank=rank, path=str(self._staging.segment_path(run_key, ident, rank)))
             for rank in self._staging.sealed_ranks(run_key, ident)
         ]
+
+
+def _first_page(store: Store) -> catalog_pb2.ListCheckpointsResponse:
+    """Which one is the latest, or why nobody knows; a listing is worth having all the same."""
+    response = catalog_pb2.ListCheckpointsResponse()
+    try:
+        chosen = latest(store)
+    except CorruptError as error:
+        response.latest_problem.CopyFrom(error_to_info(error))
+        return response
+    if chosen is not None:
+        response.latest.CopyFrom(chosen.to_proto())
+    return response
 
 
 def _merge(
@@ -153,14 +186,9 @@ def _row(
 
 
 def _runs_below(root: str) -> list[str]:
-    """URLs of the runs below a root: names that hold manifests or attempts. Reads every key below it."""
+    """URLs of the runs below a root."""
     store = open_store(root)
     try:
-        names = {
-            info.key.split("/", 1)[0]
-            for info in store.list_keys("")
-            if f"/{keys.MANIFESTS}" in info.key or f"/{keys.ATTEMPTS}" in info.key
-        }
+        return [f"{root}/{name}" for name in list_runs(store)]
     finally:
         store.close()
-    return [f"{root}/{name}" for name in sorted(names)]

@@ -449,6 +449,34 @@ def test_a_server_gives_the_same_answers_as_the_store(cli: Cli, url: str, server
     assert all(Path(segment["local_path"]).is_file() for segment in segments)
 
 
+def test_through_a_server_a_damaged_latest_is_named_as_in_the_store(
+    cli: Cli, url: str, server: Server
+) -> None:
+    path = Path(url.removeprefix("file://")) / keys.manifest_key(CheckpointId(45, 2))
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    for arguments, code in (
+        (["list", url], DONE),
+        (["verify", url], DAMAGED),
+        (["verify", url, "45"], DAMAGED),
+    ):
+        direct = cli.run(*arguments, code=code)
+        remote = cli.run(*arguments, "--server", server.target, code=code)
+        assert remote.stdout == direct.stdout
+        assert LATEST in direct.stdout
+        assert cli.json(*arguments, code=code, CKPT_SERVER=server.target) == cli.json(*arguments, code=code)
+    (row,) = (row for row in cli.json("list", url, CKPT_SERVER=server.target)["checkpoints"] if row["latest"])
+    assert (row["checkpoint"], row["damaged"]) == (LATEST, True)
+
+    (Path(url.removeprefix("file://")) / keys.attempt_key(2)).unlink()
+    path.unlink()
+    claim(open_store(url))  # a newer attempt whose parent nobody can tell any more
+    for attempt in Path(url.removeprefix("file://")).glob("attempts/*"):
+        attempt.write_bytes(b"{}")
+    direct_list, remote_list = cli.json("list", url), cli.json("list", url, CKPT_SERVER=server.target)
+    assert direct_list == remote_list
+    assert direct_list["problem"]
+
+
 def test_through_a_server_errors_have_the_same_exit_codes(
     cli: Cli, url: str, server: Server, tmp_path: Path
 ) -> None:
