@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-import torch
-
 from ckpt.format.layout import LayoutSet
 from ckpt.format.segment import CHUNK_NBYTES, chunk_range
 from ckpt.format.values import decode_value
 from ckpt.plan.read import plan_chunks, plan_read
 from ckpt_proto.v1 import common_pb2
 from ckpt_trainer_hooks.arena import Arena, arena_nbytes
-from ckpt_trainer_hooks.elements import copy_elements
-from ckpt_trainer_hooks.layout import LayoutBuilder, torch_dtype
+from ckpt_trainer_hooks.layout import LayoutBuilder
+from ckpt_trainer_hooks.placing import placer
 from ckpt_trainer_hooks.rng import restore_rng
+from ckpt_trainer_hooks.selection import RestoreOptions
 from ckpt_trainer_hooks.snapshot import Binding, plan_snapshot
 from ckpt_trainer_hooks.state import TrainState
 from ckpt_trainer_hooks.targets import RestoreTargets, collect_targets
@@ -72,25 +70,27 @@ def take(state: TrainState) -> Taken:
     )
 
 
-def put_back(taken: Taken, state: TrainState, *, strict: bool = True) -> RestoreTargets:
-    """Write ``taken`` into the live objects of ``state``.
+def put_back(
+    taken: Taken, state: TrainState, *, strict: bool = True, options: RestoreOptions | None = None
+) -> RestoreTargets:
+    """Write ``taken`` into the live objects of ``state``; ``options`` beside ``strict`` say what of it.
 
     Raises:
         InvalidInputError: it does not fit; nothing was changed.
     """
-    targets = collect_targets(state, taken.layouts, [taken.values], taken.rank_values)
-    targets.mismatch.raise_if_any(strict=strict)
-    plan = plan_read(taken.layouts, targets.wants)
+    options = options or RestoreOptions.of(strict=strict)
+    targets = collect_targets(state, taken.layouts, [taken.values], taken.rank_values, options)
+    targets.mismatch.raise_if_any(
+        allow_missing=options.allow_missing, allow_unexpected=options.allow_unexpected
+    )
+    plan, place = plan_read(taken.layouts, targets.wants), placer(targets.tensors)
     for pieces in plan.by_rank.values():
         chunks = plan_chunks(taken.entries, pieces, CHUNK_NBYTES, len(taken.image))  # type: ignore[arg-type]
         for number, copies in chunks.items():
             start, stop = chunk_range(number, len(taken.image), CHUNK_NBYTES)
+            data = bytearray(taken.image[start:stop])
             for copy in copies:
-                raw = np.frombuffer(taken.image[start:stop], np.uint8).copy()[copy.offset :]
-                dtype = torch_dtype(copy.dtype)
-                source = torch.from_numpy(raw)[: copy.count * dtype.itemsize].clone().view(dtype)
-                target = targets.tensors[copy.target]
-                copy_elements(target[copy.dst_slices()], source.view(copy.shape)[copy.src_slices()])
+                place(copy, data)
     for apply in targets.apply:
         apply()
     return targets

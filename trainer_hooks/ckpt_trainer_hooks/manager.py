@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import logging
 import os
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
@@ -44,7 +43,7 @@ from ckpt_trainer_hooks.session import (
 )
 from ckpt_trainer_hooks.several import named_items
 from ckpt_trainer_hooks.state import TrainState
-from ckpt_trainer_hooks.waiting import wait_for_saves
+from ckpt_trainer_hooks.waiting import arena_is_free, wait_for_saves
 
 __all__ = ["CheckpointManager"]
 
@@ -380,7 +379,7 @@ class CheckpointManager:
         self._pipeline.wait_until_captured()
         self._check_order(step)
         self._warn_if_off_by_one(step)
-        if self._pipeline.busy and not self._wait_for_arena(step):
+        if self._pipeline.busy and not arena_is_free(self._pipeline, self._on_busy, step):
             handle = SaveHandle(ident, skipped=True)
             handle.fail(BusyError("skipped: the save before is still being written", step=step))
             return handle
@@ -417,31 +416,6 @@ class CheckpointManager:
             parent=self._parent,
             group=self._session.group,
         )
-
-    def _wait_for_arena(self, step: int) -> bool:
-        """Apply ``on_busy``; return whether the arena is free now."""
-        if self._on_busy == "fail":
-            raise BusyError("the save before is still being written to NVMe", step=step)
-        if self._on_busy == "skip":
-            event(
-                _log,
-                logging.WARNING,
-                "save.skipped",
-                step=step,
-                reason="the save before is still being written",
-            )
-            return False
-        started = time.perf_counter()
-        self._pipeline.wait_until_free(None)
-        event(
-            _log,
-            logging.WARNING,
-            "save.waited",
-            step=step,
-            reason="the save before was still being written to NVMe; save less often or use faster storage",
-            waited_s=time.perf_counter() - started,
-        )
-        return True
 
     def _begin_session(self) -> None:
         if self._session is None:

@@ -7,13 +7,11 @@ from typing import Any
 
 import torch
 
-from ckpt.format.layout import LayoutSet
-
 __all__ = ["keeping_step_on_device", "matching_group", "optimizer_entries", "set_optimizer"]
 
 
 def optimizer_entries(
-    item: str, saved: LayoutSet, parameters: Mapping[str, torch.Tensor]
+    item: str, saved: Mapping[str, object], parameters: Mapping[str, torch.Tensor]
 ) -> Iterable[tuple[str, str, str]]:
     """Yield (stored name, parameter name, state key) of the item's tensors; the longest name wins."""
     prefix = f"{item}."
@@ -52,7 +50,7 @@ def set_optimizer(
         else:
             optimizer.state.pop(parameter, None)  # it never had a gradient
     optimizer.state.update(common)  # type: ignore[arg-type]  # keys of the optimizer's own
-    for group, options in zip(optimizer.param_groups, groups, strict=True):
+    for group, options in zip(optimizer.param_groups, groups, strict=False):  # none: groups stay
         for key, value in options.items():
             live = group.get(key)
             if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-import torch
-
-from ckpt.digest import Buffer, digest_hex
+from ckpt.digest import digest_hex
 from ckpt.errors import CorruptError, NotFoundError, RefusedError
 from ckpt.events import event, get_logger
 from ckpt.format.ids import CheckpointId
@@ -21,16 +17,16 @@ from ckpt.format.values import decode_value
 from ckpt.ops import catalog
 from ckpt.ops.checkpoint import Checkpoint
 from ckpt.ops.fetch import FetchStats, LocalTier, fetch
-from ckpt.plan.read import ChunkCopy, plan_read
+from ckpt.plan.read import plan_read
 from ckpt.storage.base import Store
 from ckpt.storage.open import open_store
 from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import disk_pb2
 from ckpt_trainer_hooks.agree import Agreement
-from ckpt_trainer_hooks.elements import copy_elements
 from ckpt_trainer_hooks.environment import compare_environment
-from ckpt_trainer_hooks.layout import torch_dtype
+from ckpt_trainer_hooks.placing import placer
 from ckpt_trainer_hooks.rng import derive_rng, restore_rng
+from ckpt_trainer_hooks.selection import RNG_ITEM, RestoreOptions
 from ckpt_trainer_hooks.state import TrainState
 from ckpt_trainer_hooks.targets import RestoreTargets, collect_targets
 
@@ -47,6 +43,7 @@ class Restorer:
     Attributes:
         url: of the run.
         options: of the store.
+        chosen: what to restore and how strictly.
         state: live objects, written in place.
         agreement: between the ranks.
         staging: of this node; its sealed segments are read first.
@@ -56,12 +53,13 @@ class Restorer:
 
     url: str
     options: Mapping[str, str]
+    chosen: RestoreOptions
     state: TrainState
     agreement: Agreement
     staging: StagingDir
     pending_wait_s: float
 
-    def restore(self, wanted: str, *, strict: bool) -> CheckpointId | None:
+    def restore(self, wanted: str) -> CheckpointId | None:
         """Restore ``wanted`` ("latest", a step or an id) and return it; None where there is nothing.
 
         "latest" falls back to the checkpoint before it when no good copy is left, on all ranks together;
@@ -78,7 +76,7 @@ class Restorer:
                     return None
                 ident = CheckpointId.parse(text)
                 try:
-                    self._restore_one(store, ident, strict=strict)
+                    self._restore_one(store, ident)
                 except CorruptError as error:
                     if wanted != "latest":
                         raise
@@ -126,7 +124,7 @@ class Restorer:
 
         self.agreement.decide("pending", on_rank_0)
 
-    def _restore_one(self, store: Store, ident: CheckpointId, *, strict: bool) -> None:
+    def _restore_one(self, store: Store, ident: CheckpointId) -> None:
         started = time.perf_counter()
         with self.agreement.together("plan"):  # before the first byte is written
             checkpoint = catalog.load_checkpoint(store, ident)
@@ -134,12 +132,15 @@ class Restorer:
         unexpected = common_to_all(self.agreement, targets.mismatch.unexpected)
         with self.agreement.together("fit"):
             targets.mismatch.unexpected = unexpected
-            targets.mismatch.raise_if_any(strict=strict)
+            targets.mismatch.raise_if_any(
+                allow_missing=self.chosen.allow_missing, allow_unexpected=self.chosen.allow_unexpected
+            )
         with self.agreement.together("read"):
             stats = self._read(checkpoint, targets)
         for apply in targets.apply:
             apply()
-        self._restore_rng(ident, checkpoint.manifest.world_size, rng)
+        if self.chosen.takes_item(RNG_ITEM):
+            self._restore_rng(ident, checkpoint.manifest.world_size, rng)
         if self.agreement.rank == 0:  # it is rank 0's that was stored
             compare_environment(checkpoint.manifest.environment)
         event(
@@ -158,16 +159,19 @@ class Restorer:
         same_world = saved_world == self.agreement.world_size
         shared = [self._index(checkpoint, part).state for part in checkpoint.manifest.state_ranks or [0]]
         own = self._index(checkpoint, rank if same_world else 0).rank_state
-        if self.state.per_rank and not same_world:
+        per_rank = [item for item in sorted(self.state.per_rank) if self.chosen.takes_item(item)]
+        if per_rank and not same_world:
             raise RefusedError(
                 "per-rank state cannot be spread over another number of ranks; restore without these items "
-                "(leave them out of the manager) or give them global positions",
+                "(exclude them) or give them global positions",
                 code="per-rank",
-                items=sorted(self.state.per_rank),
+                items=per_rank,
                 saved_ranks=saved_world,
                 ranks=self.agreement.world_size,
             )
-        targets = collect_targets(self.state, checkpoint.layouts, shared, own if same_world else None)
+        targets = collect_targets(
+            self.state, checkpoint.layouts, shared, own if same_world else None, self.chosen
+        )
         rng: dict[str, object] = decode_value(own, leaf=lambda name: None)["rng"]
         return targets, rng
 
@@ -176,12 +180,12 @@ class Restorer:
         return local if local is not None else checkpoint.segment_index(rank)
 
     def _read(self, checkpoint: Checkpoint, targets: RestoreTargets) -> FetchStats:
-        def place(copy: ChunkCopy, chunk: Buffer) -> None:
-            source = _tensor_over(chunk, copy)
-            copy_elements(targets.tensors[copy.target][copy.dst_slices()], source[copy.src_slices()])
-
+        for (saved, live), count in sorted(targets.casts.items()):
+            event(_log, logging.WARNING, "restore.cast", saved=saved, live=live, tensors=count)
         plan = plan_read(checkpoint.layouts, targets.wants)
-        return fetch(checkpoint, plan, place, local=LocalTier(self.staging, run_key(self.url)))
+        return fetch(
+            checkpoint, plan, placer(targets.tensors), local=LocalTier(self.staging, run_key(self.url))
+        )
 
     def _restore_rng(self, ident: CheckpointId, saved_world: int, rng: dict[str, object]) -> None:
         if saved_world == self.agreement.world_size:
@@ -223,14 +227,6 @@ class _Opened:
 
     def __exit__(self, *_: object) -> None:
         self._store.close()
-
-
-def _tensor_over(chunk: Buffer, copy: ChunkCopy) -> torch.Tensor:
-    """The copy's contiguous array as a tensor over ``chunk``, which may be read-only (it is only read)."""
-    start = np.frombuffer(chunk, np.uint8).ctypes.data + copy.offset
-    dtype = torch_dtype(copy.dtype)
-    raw = (ctypes.c_char * (copy.count * dtype.itemsize)).from_address(start)
-    return torch.frombuffer(raw, dtype=dtype).view(copy.shape)
 
 
 def _text(ident: CheckpointId | None) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,13 +20,16 @@ from ckpt_proto.v1 import common_pb2
 from ckpt_trainer_hooks.compat import as_dtensor, local_tensor
 from ckpt_trainer_hooks.layout import dtype_name, torch_dtype
 from ckpt_trainer_hooks.merge import merge_values
-from ckpt_trainer_hooks.names import canonical_names, owned_tensors, parameter_names
+from ckpt_trainer_hooks.mismatch import Mismatch
+from ckpt_trainer_hooks.names import MODEL_ITEM, canonical_names, owned_tensors, parameter_names
 from ckpt_trainer_hooks.optimizer_state import (
     keeping_step_on_device,
     matching_group,
     optimizer_entries,
     set_optimizer,
 )
+from ckpt_trainer_hooks.renaming import renamed
+from ckpt_trainer_hooks.selection import RestoreOptions, can_cast
 from ckpt_trainer_hooks.state import ItemKind, TrainState, is_tensor_entry
 
 __all__ = ["Mismatch", "RestoreTargets", "collect_targets"]
@@ -34,37 +37,6 @@ __all__ = ["Mismatch", "RestoreTargets", "collect_targets"]
 _log = get_logger("restore")
 # 0-dim state that torch's optimizers keep on the CPU unless the group is capturable or fused.
 _HOST_STATE = ("step", "mu_product")
-
-
-@dataclass(slots=True)
-class Mismatch:
-    """Everything that does not fit, collected before a byte is read.
-
-    Attributes:
-        missing: wanted by the live state, not in the checkpoint.
-        unexpected: in the checkpoint, wanted by nobody.
-        shapes: name, saved and live shape.
-        dtypes: name, saved and live dtype.
-    """
-
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    shapes: list[str] = field(default_factory=list)
-    dtypes: list[str] = field(default_factory=list)
-
-    def raise_if_any(self, *, strict: bool) -> None:
-        """Raise InvalidInputError listing all of them; missing and unexpected only when ``strict``."""
-        wrong = {"shapes": self.shapes, "dtypes": self.dtypes}
-        if strict:
-            wrong |= {"missing": self.missing, "unexpected": self.unexpected}
-        if any(wrong.values()):
-            listed = {kind: "; ".join(names) for kind, names in wrong.items() if names}
-            raise InvalidInputError(
-                "the checkpoint does not fit the live state; nothing was changed. strict=False leaves out "
-                "missing and unexpected entries",
-                code="mismatch",
-                **listed,
-            )
 
 
 @dataclass(slots=True)
@@ -76,12 +48,14 @@ class RestoreTargets:
         tensors: local destination tensors, written in place.
         mismatch: what does not fit.
         apply: called in order, after every byte is in place.
+        casts: how many tensors are converted, by (saved, live) dtype.
     """
 
     wants: list[Want] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
     mismatch: Mismatch = field(default_factory=Mismatch)
     apply: list[Callable[[], None]] = field(default_factory=list)
+    casts: Counter[tuple[str, str]] = field(default_factory=Counter)
 
 
 def collect_targets(
@@ -89,6 +63,7 @@ def collect_targets(
     saved: LayoutSet,
     values: Sequence[common_pb2.Value],
     rank_values: common_pb2.Value | None,
+    options: RestoreOptions | None = None,
 ) -> RestoreTargets:
     """Match the live state with a checkpoint. Changes nothing yet.
 
@@ -97,8 +72,12 @@ def collect_targets(
         saved: layouts of the checkpoint.
         values: SegmentIndex.state of the ranks that the manifest's state_ranks name.
         rank_values: SegmentIndex.rank_state of this rank; None where this rank has none.
+        options: what to take of it; all by default.
+
+    Raises:
+        InvalidInputError: the options fit nothing; what does not fit the live state is in the result.
     """
-    return _Collector(state, saved, values, rank_values).run()
+    return _Collector(state, saved, values, rank_values, options or RestoreOptions()).run()
 
 
 class _Collector:
@@ -108,20 +87,24 @@ class _Collector:
         saved: LayoutSet,
         values: Sequence[common_pb2.Value],
         rank_values: common_pb2.Value | None,
+        options: RestoreOptions,
     ) -> None:
         self._state = state
-        self._saved = saved
+        self._options = options
+        self._stored = saved
         self._result = RestoreTargets()
-        self._used: set[str] = set()
+        self._used: set[str] = set()  # stored names
         self._filled: dict[tuple[object, ...], tuple[str, str]] = {}  # place: live name, stored name
         self._leaves: dict[str, torch.Tensor] = {}
-        self._values = merge_values([decode_value(value, leaf=self._read_leaf) for value in values])
+        merged = merge_values([decode_value(value, leaf=self._read_leaf) for value in values])
+        names = renamed(saved, merged, options.rename)
+        self._saved = names.layouts  # by live name
+        self._used |= names.displaced
+        self._values = names.values
         self._aliases: dict[str, str] = self._values["aliases"]
         self._rank_items: dict[str, Any] = {}
         if rank_values is not None:
-            # Tensors of items that are not registered here need not be read.
-            leaf = self._read_leaf if state.per_rank else lambda _: None
-            self._rank_items = decode_value(rank_values, leaf=leaf)["items"]
+            self._rank_items = decode_value(rank_values, leaf=self._read_leaf)["items"]
 
     def run(self) -> RestoreTargets:
         collectors: dict[ItemKind, Callable[[str, Any, Mapping[str, Any]], None]] = {
@@ -133,6 +116,8 @@ class _Collector:
         shared = self._values["items"]
         order = sorted(self._state.items, key=lambda name: list(collectors).index(self._state.kinds[name]))
         for name in order:  # modules, then optimizers, then schedulers and the rest: the documented order
+            if not self._wants_some(name):
+                continue
             saved = (self._rank_items if name in self._state.per_rank else shared).get(name)
             kind = self._state.kinds[name]
             if saved is None:
@@ -142,16 +127,33 @@ class _Collector:
             else:
                 collectors[kind](name, self._state.items[name], saved)
         self._find_unexpected(shared)
+        named = [*self._saved, *self._result.mismatch.missing]
+        self._options.check_used([*named, *(f"{name}." for name in [*self._state.items, *shared])])
         return self._result
+
+    def _wants_some(self, item: str) -> bool:
+        """Whether the options may take something of an item that is registered here."""
+        kind = self._state.kinds.get(item)
+        if kind in (ItemKind.MODULE, ItemKind.OPTIMIZER):
+            return self._options.touches(item, is_module=kind is ItemKind.MODULE)
+        return kind is not None and self._options.takes_item(item)
 
     def _find_unexpected(self, shared: Mapping[str, Any]) -> None:
         unexpected = self._result.mismatch.unexpected
-        saved_items = [*shared, *self._rank_items]
-        unexpected += [f"{name} (whole item)" for name in saved_items if name not in self._state.items]
+        saved_items = {**shared, **self._rank_items}
+        unexpected += [
+            f"{name} (whole item)"
+            for name, item in saved_items.items()
+            if name not in self._state.items
+            and self._options.takes_item(name, is_module=item["kind"] == ItemKind.MODULE)
+        ]
         unexpected += [
             name
-            for name in self._saved
-            if name not in self._used and name.partition(".")[0] in self._state.items and "@rank" not in name
+            for name, layout in self._saved.items()
+            if layout.name not in self._used
+            and self._wants_some(name.partition(".")[0])
+            and self._options.takes(name)
+            and "@rank" not in name
         ]
 
     def _module(self, item: str, module: torch.nn.Module, saved: Mapping[str, Any]) -> None:
@@ -161,6 +163,8 @@ class _Collector:
         extra = dict(saved["extra"])
         for raw, fqn in canonical_names(module, list(live)).items():
             value = live[raw]
+            if not self._options.takes(f"{item}.{fqn}"):
+                continue
             if not is_tensor_entry(fqn, value):
                 if fqn in extra:
                     emitted[raw] = extra.pop(fqn)
@@ -173,7 +177,8 @@ class _Collector:
             else:  # a state-dict hook made it; what is written into it would be lost
                 emitted[raw] = value.clone()
                 self._into(f"{item}.{fqn}", emitted[raw])
-        self._result.mismatch.unexpected += [f"{item}.{fqn}" for fqn in extra]
+        left = [f"{item}.{fqn}" for fqn in extra]
+        self._result.mismatch.unexpected += [name for name in left if self._options.takes(name)]
         if emitted:
             # Modules look up in it which version of themselves wrote the entries.
             emitted._metadata = getattr(live, "_metadata", {})  # type: ignore[attr-defined]
@@ -184,27 +189,74 @@ class _Collector:
         parameters = {
             names[id(p)]: p for group in optimizer.param_groups for p in group["params"] if id(p) in names
         }
-        on_device = keeping_step_on_device(optimizer)
-        loaded: dict[str, dict[str, Any]] = {fqn: dict(found) for fqn, found in saved["scalars"].items()}
-        for name, fqn, key in optimizer_entries(item, self._saved, parameters):
-            parameter = parameters[fqn]
-            live = optimizer.state.get(parameter, {}).get(key)
-            tensor = self._state_tensor(name, parameter, live, key, on_device=id(parameter) in on_device)
-            loaded.setdefault(fqn, {})[key] = tensor
-            self._into(name, tensor)
+        loaded = self._optimizer_state(item, optimizer, parameters, saved["scalars"])
         kind = type(optimizer).__name__
         if saved["type"] != kind:
             event(
                 _log, logging.WARNING, "restore.optimizer_differs", item=item, saved=saved["type"], live=kind
             )
-        groups = self._groups(item, optimizer, names, saved["groups"])
-        listed = {fqn for group in saved["groups"] for fqn in group["params"]}
+        is_whole = self._options.takes_item(item)
+        groups = self._groups(item, optimizer, names, saved["groups"]) if is_whole else []
+        listed = {
+            fqn
+            for group in saved["groups"]
+            for fqn in group["params"]
+            if fqn in loaded or self._options.takes(f"{item}.{fqn}.")
+        }
         self._result.mismatch.unexpected += [
             f"{item}.{fqn} (in a group)" for fqn in sorted(listed - parameters.keys())
         ]
         known = {fqn: parameter for fqn, parameter in parameters.items() if fqn in listed}
-        common = saved["common"]
+        common = saved["common"] if is_whole else {}
         self._result.apply.append(lambda: set_optimizer(optimizer, known, loaded, groups, common))
+
+    def _optimizer_state(
+        self,
+        item: str,
+        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, torch.Tensor],
+        scalars: Mapping[str, Mapping[str, Any]],
+    ) -> dict[str, dict[str, Any]]:
+        """The new state of each parameter of which something is taken, tensors still to be filled."""
+        on_device = keeping_step_on_device(optimizer)
+        loaded: dict[str, dict[str, Any]] = {}
+        left_out: list[tuple[str, str, str]] = []
+        for fqn, found in scalars.items():
+            for key, value in found.items():
+                if self._options.takes(f"{item}.{fqn}.{key}"):
+                    loaded.setdefault(fqn, {})[key] = value
+                else:
+                    left_out.append((f"{item}.{fqn}.{key}", fqn, key))
+        for name, fqn, key in optimizer_entries(item, self._saved, parameters):
+            if not self._options.takes(name):
+                left_out.append((name, fqn, key))
+                continue
+            parameter = parameters[fqn]
+            self._check_parameter(name, fqn, parameter)
+            live = optimizer.state.get(parameter, {}).get(key)
+            tensor = self._state_tensor(name, parameter, live, key, on_device=id(parameter) in on_device)
+            loaded.setdefault(fqn, {})[key] = tensor
+            self._into(name, tensor)
+        for name, fqn, key in left_out:  # stays as it is; half of a parameter's state would be none at all
+            if fqn in loaded and fqn in parameters:
+                live_state = optimizer.state.get(parameters[fqn], {})
+                if key in live_state:
+                    loaded[fqn][key] = live_state[key]
+                else:
+                    self._result.mismatch.missing.append(f"{name} (left out, and there is none here to keep)")
+        return loaded
+
+    def _check_parameter(self, name: str, fqn: str, parameter: torch.Tensor) -> None:
+        """State of a left-out parameter that has another shape here would be used without any error."""
+        module, _, rest = fqn.rpartition(":")
+        full = f"{module or MODEL_ITEM}.{rest}"
+        layout = self._saved.get(self._aliases.get(full, full))
+        if self._options.takes(full) or layout is None:
+            return
+        if layout.global_shape != tuple(parameter.shape):
+            self._result.mismatch.shapes.append(
+                f"{name}: of a parameter saved as {list(layout.global_shape)}, live {list(parameter.shape)}"
+            )
 
     def _groups(
         self,
@@ -258,11 +310,13 @@ class _Collector:
         """A tensor inside plain state: read whole, on the CPU."""
         if name in self._leaves:  # several ranks' values name it
             return self._leaves[name]
-        layout = self._saved.get(name)
+        if not self._wants_some(name.partition(".")[0].partition("@rank")[0]):
+            return None  # of an item that is not taken
+        layout = self._stored.get(name)
         if layout is None:
             raise InvalidInputError("the checkpoint's values name a tensor that it lacks", tensor=name)
         tensor = torch.zeros(layout.global_shape, dtype=torch_dtype(layout.dtype))
-        self._want(name, layout, tensor, Region.whole(layout.global_shape))
+        self._want(layout, tensor, Region.whole(layout.global_shape))
         self._leaves[name] = tensor
         return tensor
 
@@ -273,22 +327,30 @@ class _Collector:
         if layout is None:
             self._result.mismatch.missing.append(name)
             return
-        self._used.add(source)
+        self._used.add(layout.name)
         if layout.global_shape != tuple(live.shape):
             self._result.mismatch.shapes.append(
                 f"{name}: saved {list(layout.global_shape)}, live {list(live.shape)}"
             )
             return
-        if torch_dtype(layout.dtype) != live.dtype:
-            self._result.mismatch.dtypes.append(
-                f"{name}: saved {layout.dtype}, live {dtype_name(live.dtype)}"
-            )
+        if not self._has_fitting_dtype(name, layout, live):
             return
         placed = self._state.builder.place(name, live)
         region = local_region(placed.layout, self._state.rank)
         if region is None or placed.local.numel() == 0 or self._is_filled(name, source, placed.local):
             return
-        self._want(source, layout, placed.local, region)
+        self._want(layout, placed.local, region)
+
+    def _has_fitting_dtype(self, name: str, layout: TensorLayout, live: torch.Tensor) -> bool:
+        dtype = dtype_name(live.dtype)
+        if layout.dtype == dtype:
+            return True
+        if self._options.cast_dtypes and can_cast(layout.dtype, live.dtype):
+            self._result.casts[layout.dtype, dtype] += 1
+            return True
+        reason = ", which cast_dtypes does not convert" if self._options.cast_dtypes else ""
+        self._result.mismatch.dtypes.append(f"{name}: saved {layout.dtype}, live {dtype}{reason}")
+        return False
 
     def _is_filled(self, name: str, source: str, local: torch.Tensor) -> bool:
         """Whether these very elements get their values under another name: a tied weight is read once."""
@@ -298,11 +360,11 @@ class _Collector:
             event(_log, logging.WARNING, "restore.tied_here", left_out=name, kept=first[0])
         return first[0] != name
 
-    def _want(self, name: str, layout: TensorLayout, tensor: torch.Tensor, region: Region) -> None:
-        self._used.add(name)
+    def _want(self, layout: TensorLayout, tensor: torch.Tensor, region: Region) -> None:
+        self._used.add(layout.name)
         if tensor.numel() == 0:
             return
-        self._result.wants.append(Want(name, region, len(self._result.tensors)))
+        self._result.wants.append(Want(layout.name, region, len(self._result.tensors)))
         self._result.tensors.append(tensor)
 
 
