@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -24,6 +25,7 @@ from ckpt_proto.v1 import disk_pb2
 __all__ = [
     "GroupListing",
     "list_groups",
+    "put_encoded_layout",
     "put_group_index",
     "put_layout",
     "read_group_header",
@@ -66,7 +68,7 @@ def put_group_index(store: Store, segments: Sequence[disk_pb2.SegmentIndex]) -> 
     """Store the group index of ``segments`` and return its key. Blocks on the store.
 
     Call it only when the object of every segment and every layout it names is complete: a group index in the
-    store says so. Putting the same segments again stores the same bytes.
+    store says so. Putting the same segments again changes nothing and sends nothing.
 
     Args:
         segments: of every rank of the group, ascending, with the chunk tables as the store has them.
@@ -77,8 +79,16 @@ def put_group_index(store: Store, segments: Sequence[disk_pb2.SegmentIndex]) -> 
     header = group_header(segments)
     ident = CheckpointId.from_proto(header.id)
     key = group_key(ident, header.group.index, header.group.count)
-    store.put(key, encode_group_index(header, segments))
+    _put_once(store, key, encode_group_index(header, segments))
     return key
+
+
+def _put_once(store: Store, key: str, data: bytes) -> None:
+    """Put ``data`` unless the very same bytes are there."""
+    with contextlib.suppress(NotFoundError):
+        if store.head(key).nbytes == len(data) and digest(store.get(key)) == digest(data):
+            return
+    store.put(key, data)
 
 
 def list_groups(store: Store, ident: CheckpointId) -> GroupListing:
@@ -162,8 +172,13 @@ def read_segment_index(store: Store, group: GroupIndex, rank: int) -> disk_pb2.S
 
 def put_layout(store: Store, layouts: LayoutSet) -> bytes:
     """Store a layout set under its digest and return the digest. Storing it again changes nothing."""
-    store.put(layout_key(layouts.digest), seal_message(Kind.LAYOUT_SET, layouts.encode()))
+    put_encoded_layout(store, layouts.digest, layouts.encode())
     return layouts.digest
+
+
+def put_encoded_layout(store: Store, layout_digest: bytes, payload: bytes) -> None:
+    """The same for a layout set that is bytes already; ``layout_digest`` must be theirs."""
+    _put_once(store, layout_key(layout_digest), seal_message(Kind.LAYOUT_SET, payload))
 
 
 def read_layout(store: Store, layout_digest: bytes) -> LayoutSet:

@@ -109,6 +109,9 @@ class Pipeline:
         """Queue one segment."""
 
         def work() -> None:
+            known = self._table.get(run.key, ident)
+            if known is not None and rank in known.uploaded:
+                return  # queued once more while it was on its way: by a Seal of another rank, or by the scan
             sent = upload_segment(
                 run.store,
                 self._staging,
@@ -130,6 +133,8 @@ class Pipeline:
         def work() -> None:
             record = self._table.get(run.key, ident)
             if record is None or record.group is None or record.state == _Status.STATE_COMMITTED:
+                return
+            if ("commit", ident) in run.control:  # queued once more while it ran
                 return
             segments = publish_group(run.store, self._staging, run.key, ident, record.group)
             self._progress()

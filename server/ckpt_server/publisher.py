@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from ckpt.digest import digest
 from ckpt.errors import CorruptError, NotFoundError
-from ckpt.format import keys
-from ckpt.format.envelope import Kind, seal_message
 from ckpt.format.ids import CheckpointId
-from ckpt.format.manifest import encode_group_index, group_header
+from ckpt.ops.groups import put_encoded_layout, put_group_index
 from ckpt.storage.base import Store
 from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import common_pb2, disk_pb2
@@ -32,13 +29,8 @@ def publish_group(
     """
     segments = [_published_index(staging, run_key, ident, rank) for rank in sorted(group.ranks)]
     for layout_digest in sorted({segment.layout_digest for segment in segments}):
-        _put_once(
-            store,
-            keys.layout_key(layout_digest),
-            seal_message(Kind.LAYOUT_SET, staging.layout(run_key, layout_digest)),
-        )
-    data = encode_group_index(group_header(segments), segments)
-    _put_once(store, keys.group_key(ident, group.index, group.count), data)
+        put_encoded_layout(store, layout_digest, staging.layout(run_key, layout_digest))
+    put_group_index(store, segments)
     return segments
 
 
@@ -59,13 +51,3 @@ def _published_index(
         )
     index.chunks.CopyFrom(record.chunks)
     return index
-
-
-def _put_once(store: Store, key: str, data: bytes) -> None:
-    """Put ``data`` unless the very same bytes are there."""
-    try:
-        if store.head(key).nbytes == len(data) and digest(store.get(key)) == digest(data):
-            return
-    except NotFoundError:
-        pass
-    store.put(key, data)

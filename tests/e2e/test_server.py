@@ -302,3 +302,20 @@ def test_a_store_that_ignores_conditions_still_gets_its_commit(tmp_path: Path, r
         assert "conditional_put=False" in server.log()
         with server.restore() as restore:
             assert restore.read_tensor(url, "weight").data == world.tensors["weight"].tobytes()
+
+
+def test_a_segment_is_handled_once_however_often_it_is_announced(tmp_path: Path) -> None:
+    world = make_world()
+    with Server(tmp_path / "staging") as server, server.client() as client:
+        url = f"file://{tmp_path}/store/run"
+        run_key = client.register(url, staging=server.staging).run_key
+        for step in range(1, 9):
+            ident = CheckpointId(step, 1)
+            for rank in range(world.size):
+                seal(server.staging, run_key, ident, world, rank)
+                for _ in range(3):  # as the Seal of a neighbour and the scan do
+                    client.seal(run_key, ident, rank)
+            server.wait_for(run_key, ident)
+        done = [line for line in server.log().splitlines() if " upload.done " in line]
+    assert len(done) == 8 * world.size
+    assert not [line for line in done if "sent=False" in line]
