@@ -2,9 +2,11 @@
 
 What goes in comes out with the same type and the same bits: None, bool, int of any size, float (NaN
 payloads and -0.0 included), str, bytes, list, tuple, dict (insertion order), Counter, NumPy arrays and
-NumPy scalars of kind b, i, u, f, c. Two types are widened, because nothing depends on the difference:
-bytearray comes back as bytes, OrderedDict as dict. Anything else is refused by name rather than stored as
-something that only looks like it (an IntEnum is not an int, a namedtuple is not a tuple).
+NumPy scalars of kind b, i, u, f, c, and objects of registered types (:mod:`ckpt.format.value_types`: sets,
+deques, paths, dates and others are, enums and dataclasses of a program can be). Two types are widened,
+because nothing depends on the difference: bytearray comes back as bytes, OrderedDict as dict. Anything else
+is refused by name rather than stored as something that only looks like it (an IntEnum is not an int, a
+namedtuple is not a tuple).
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
-from ckpt.errors import CorruptError, InvalidInputError
+from ckpt.errors import CkptError, CorruptError, InvalidInputError
+from ckpt.format.value_types import by_name, by_type, register_value_type
 from ckpt_proto.v1 import common_pb2
 
-__all__ = ["MAX_DEPTH", "DecodeLeaf", "EncodeLeaf", "decode_value", "encode_value"]
+__all__ = ["MAX_DEPTH", "DecodeLeaf", "EncodeLeaf", "decode_value", "encode_value", "register_value_type"]
 
 EncodeLeaf: TypeAlias = Callable[[str, object], "str | None"]
 DecodeLeaf: TypeAlias = Callable[[str], object]
@@ -65,8 +68,10 @@ def decode_value(message: common_pb2.Value, *, leaf: DecodeLeaf | None = None) -
         leaf: returns the object for the tensor leaf of a name.
 
     Raises:
-        CorruptError: code "value": the message holds no value, or an array whose size is wrong.
-        InvalidInputError: code "value-leaf": there is a tensor leaf and ``leaf`` was not given.
+        CorruptError: code "value": the message holds no value, or an array whose size is wrong, or what a
+            registered type cannot decode.
+        InvalidInputError: code "value-leaf": there is a tensor leaf and ``leaf`` was not given; code
+            "value-unregistered": an object of a type that this process has not registered.
     """
     kind = message.WhichOneof("kind")
     decoder = _DECODERS.get(kind or "")
@@ -100,7 +105,7 @@ class _Encoder:
         elif kind in (dict, OrderedDict, Counter):
             self._mapping(value, out, path, depth)
         else:
-            self._foreign(value, out, path)
+            self._foreign(value, out, path, depth)
 
     def _sequence(self, value: Any, out: common_pb2.Value, path: _Path, depth: int) -> None:
         sequence = out.list if type(value) is list else out.tuple
@@ -126,14 +131,36 @@ class _Encoder:
             self.encode(key, mapping.keys.add(), inner, depth + 1)
             self.encode(item, mapping.values.add(), inner, depth + 1)
 
-    def _foreign(self, value: object, out: common_pb2.Value, path: _Path) -> None:
+    def _foreign(self, value: object, out: common_pb2.Value, path: _Path, depth: int) -> None:
         name = self._leaf(_spell(path), value) if self._leaf is not None else None
         if name is not None:
             out.tensor = name
         elif type(value) is np.ndarray or isinstance(value, np.generic):
             _encode_array(value, out, path)
         else:
+            self._registered(value, out, path, depth)
+
+    def _registered(self, value: object, out: common_pb2.Value, path: _Path, depth: int) -> None:
+        entry = by_type(type(value))
+        if entry is None:
             _refuse(value, path)
+        try:
+            plain = entry.encode(value)
+        except CkptError:
+            raise
+        except Exception as error:
+            raise InvalidInputError(
+                "value cannot be encoded by its registered type",
+                code="value-type",
+                path=_shorten(_spell(path)),
+                type=entry.name,
+                cause=str(error),
+            ) from error
+        out.registered.name = entry.name
+        inner = out.registered.value
+        self.encode(plain, inner, path, depth + 1)
+        if entry.unordered:
+            _sort(inner.list)
 
 
 def _spell(path: _Path) -> str:
@@ -157,6 +184,13 @@ def _refuse(value: object, path: _Path) -> NoReturn:
     )
 
 
+def _sort(sequence: common_pb2.Value.Sequence) -> None:
+    if sequence.integers:
+        sequence.integers.sort()
+    else:
+        sequence.items.sort(key=lambda item: item.SerializeToString(deterministic=True))
+
+
 def _shorten(path: str) -> str:
     return path if len(path) <= 400 else f"{path[:200]} ... {path[-190:]}"
 
@@ -167,7 +201,7 @@ def _check_key(key: object, path: _Path) -> None:
         part = parts.pop()
         if type(part) is tuple:
             parts.extend(part)
-        elif not isinstance(part, np.generic) and type(part) not in _SCALARS:
+        elif not (isinstance(part, np.generic) or type(part) in _SCALARS or by_type(type(part))):
             _refuse(part, path)
 
 
@@ -248,6 +282,8 @@ def _decode_tuple(message: common_pb2.Value, leaf: DecodeLeaf | None) -> tuple[A
 
 def _decode_mapping(message: common_pb2.Value, leaf: DecodeLeaf | None) -> dict[Any, Any]:
     mapping = message.mapping
+    if mapping.type not in _Mapping.Type.values():
+        raise CorruptError("stored mapping is of no known type", code="value", type=mapping.type)
     if len(mapping.keys) != len(mapping.values):
         raise CorruptError("stored mapping has not as many values as keys", code="value")
     result: dict[Any, Any] = Counter() if mapping.type == _Mapping.TYPE_COUNTER else {}
@@ -283,8 +319,35 @@ def _decode_array(message: common_pb2.Value, _: DecodeLeaf | None) -> Any:
         raise CorruptError(
             "stored array has the wrong size", code="value", shape=shape, nbytes=len(stored.data)
         )
-    array = np.frombuffer(stored.data, dtype).reshape(shape).copy()  # a copy, so that it can be written to
+    try:
+        array = np.frombuffer(stored.data, dtype).reshape(shape).copy()  # a copy: it can be written to
+    except (ValueError, OverflowError) as error:  # more dimensions than NumPy has, or larger ones
+        raise CorruptError("stored array has an impossible shape", code="value", shape=shape) from error
     return array[()] if stored.is_scalar else array
+
+
+def _decode_registered(message: common_pb2.Value, leaf: DecodeLeaf | None) -> Any:
+    stored = message.registered
+    entry = by_name(stored.name)
+    if entry is None:
+        raise InvalidInputError(
+            "the checkpoint holds an object of a type that is not registered here; import the module that "
+            "registers it, or call register_value_type, before the restore",
+            code="value-unregistered",
+            name=stored.name,
+        )
+    plain = decode_value(stored.value, leaf=leaf)
+    try:
+        return entry.decode(plain)
+    except CkptError:
+        raise
+    except Exception as error:
+        raise CorruptError(
+            "stored object cannot be decoded by its registered type",
+            code="value",
+            name=stored.name,
+            cause=repr(error),
+        ) from error
 
 
 _DECODERS: dict[str, Callable[[common_pb2.Value, DecodeLeaf | None], Any]] = {
@@ -300,4 +363,5 @@ _DECODERS: dict[str, Callable[[common_pb2.Value, DecodeLeaf | None], Any]] = {
     "mapping": _decode_mapping,
     "tensor": _decode_tensor,
     "array": _decode_array,
+    "registered": _decode_registered,
 }

@@ -142,10 +142,9 @@ Pair = namedtuple("Pair", "a b")
     [
         Colour.RED,
         Pair(1, 2),
-        1j,
-        {1, 2},
         object(),
-        range(3),
+        object,
+        print,
         np.array(["a"]),
         np.array([object()], dtype=object),
         np.longdouble(1),
@@ -165,9 +164,9 @@ def test_what_would_come_back_changed_is_refused_with_its_place(alien: object) -
 
 def test_a_key_that_cannot_be_stored_is_refused() -> None:
     with pytest.raises(InvalidInputError) as caught:
-        encode_value({(1, frozenset()): 1})
+        encode_value({(1, object()): 1})
     assert caught.value.code == "value-type"
-    assert "frozenset" in str(caught.value)
+    assert "object" in str(caught.value)
 
 
 def test_lone_surrogate_is_refused() -> None:

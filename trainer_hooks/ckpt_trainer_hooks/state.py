@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+import ckpt_trainer_hooks.value_types  # noqa: F401 - registers torch's types
 from ckpt.digest import digest_hex
 from ckpt.errors import InvalidInputError
 from ckpt.format.values import encode_value

@@ -81,7 +81,7 @@ class LayoutSet(_message.Message):
     def __init__(self, meshes: _Optional[_Iterable[_Union[Mesh, _Mapping]]] = ..., tensors: _Optional[_Iterable[_Union[TensorLayout, _Mapping]]] = ...) -> None: ...
 
 class Value(_message.Message):
-    __slots__ = ("nothing", "boolean", "integer", "big_integer", "real_bits", "text", "data", "list", "tuple", "mapping", "tensor", "array")
+    __slots__ = ("nothing", "boolean", "integer", "big_integer", "real_bits", "text", "data", "list", "tuple", "mapping", "tensor", "array", "registered")
     class Nothing(_message.Message):
         __slots__ = ()
         def __init__(self) -> None: ...
@@ -118,6 +118,13 @@ class Value(_message.Message):
         data: bytes
         is_scalar: bool
         def __init__(self, dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., is_scalar: bool = ...) -> None: ...
+    class Registered(_message.Message):
+        __slots__ = ("name", "value")
+        NAME_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        name: str
+        value: Value
+        def __init__(self, name: _Optional[str] = ..., value: _Optional[_Union[Value, _Mapping]] = ...) -> None: ...
     NOTHING_FIELD_NUMBER: _ClassVar[int]
     BOOLEAN_FIELD_NUMBER: _ClassVar[int]
     INTEGER_FIELD_NUMBER: _ClassVar[int]
@@ -130,6 +137,7 @@ class Value(_message.Message):
     MAPPING_FIELD_NUMBER: _ClassVar[int]
     TENSOR_FIELD_NUMBER: _ClassVar[int]
     ARRAY_FIELD_NUMBER: _ClassVar[int]
+    REGISTERED_FIELD_NUMBER: _ClassVar[int]
     nothing: Value.Nothing
     boolean: bool
     integer: int
@@ -142,7 +150,8 @@ class Value(_message.Message):
     mapping: Value.Mapping
     tensor: str
     array: Value.Array
-    def __init__(self, nothing: _Optional[_Union[Value.Nothing, _Mapping]] = ..., boolean: bool = ..., integer: _Optional[int] = ..., big_integer: _Optional[bytes] = ..., real_bits: _Optional[int] = ..., text: _Optional[str] = ..., data: _Optional[bytes] = ..., list: _Optional[_Union[Value.Sequence, _Mapping]] = ..., tuple: _Optional[_Union[Value.Sequence, _Mapping]] = ..., mapping: _Optional[_Union[Value.Mapping, _Mapping]] = ..., tensor: _Optional[str] = ..., array: _Optional[_Union[Value.Array, _Mapping]] = ...) -> None: ...
+    registered: Value.Registered
+    def __init__(self, nothing: _Optional[_Union[Value.Nothing, _Mapping]] = ..., boolean: bool = ..., integer: _Optional[int] = ..., big_integer: _Optional[bytes] = ..., real_bits: _Optional[int] = ..., text: _Optional[str] = ..., data: _Optional[bytes] = ..., list: _Optional[_Union[Value.Sequence, _Mapping]] = ..., tuple: _Optional[_Union[Value.Sequence, _Mapping]] = ..., mapping: _Optional[_Union[Value.Mapping, _Mapping]] = ..., tensor: _Optional[str] = ..., array: _Optional[_Union[Value.Array, _Mapping]] = ..., registered: _Optional[_Union[Value.Registered, _Mapping]] = ...) -> None: ...
 
 class ErrorInfo(_message.Message):
     __slots__ = ("kind", "code", "message", "context")
