@@ -7,59 +7,18 @@ with RestoreClient("unix:/run/ckpt/server.sock") as client:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ckpt.client.bulk import READ_CHUNKS, READ_TENSOR, bulk_path
-from ckpt.client.channel import Connection
-from ckpt.dtypes import itemsize
+from ckpt.rpc.bulk import READ_CHUNKS, READ_TENSOR, bulk_path
+from ckpt.rpc.channel import Connection
 from ckpt.errors import UnavailableError
 from ckpt.format.ids import CheckpointId
+from ckpt.format.tensor_data import TensorData
 from ckpt.geometry import Box
 from ckpt_proto.v1 import disk_pb2, restore_pb2, restore_pb2_grpc
 
 __all__ = ["RestoreClient", "TensorData"]
-
-# Types that NumPy has no name for come as unsigned integers of the same size.
-_BITS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorData:
-    """A tensor, or a part of one, as bytes.
-
-    Attributes:
-        ident: the checkpoint it came from.
-        dtype: torch's name, e.g. "bfloat16".
-        shape: of ``data``.
-        global_shape: of the whole tensor.
-        data: row-major, native (little-endian) byte order; owned by the caller.
-    """
-
-    ident: CheckpointId
-    dtype: str
-    shape: tuple[int, ...]
-    global_shape: tuple[int, ...]
-    data: bytearray = field(repr=False)
-
-    def numpy(self) -> NDArray[np.generic]:
-        """Return ``data`` as an array, without copying.
-
-        Types that NumPy lacks keep their bits: bfloat16 comes as uint16, float8 and float4x2 as uint8,
-        complex32 as uint32. ``torch.frombuffer(tensor.data, dtype=...)`` gives the real type.
-        """
-        return np.frombuffer(self.data, dtype=_numpy_dtype(self.dtype)).reshape(self.shape)
-
-
-def _numpy_dtype(name: str) -> np.dtype[np.generic]:
-    try:
-        return np.dtype(name)
-    except TypeError:
-        return np.dtype(_BITS[itemsize(name)])
 
 
 class RestoreClient:
@@ -67,7 +26,7 @@ class RestoreClient:
 
     Args:
         target: ``unix:/path`` or ``host:port``.
-        token, ca: for TCP; see :func:`ckpt.client.channel.open_channel`.
+        token, ca: for TCP; see :func:`ckpt.rpc.channel.open_channel`.
         timeout_s: deadline of each call, the whole stream included.
     """
 
