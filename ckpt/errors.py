@@ -14,6 +14,7 @@ CkptError
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 __all__ = [
@@ -116,9 +117,22 @@ class BusyError(CkptError):
 
 
 class SnapshotTornError(CkptError):
-    """The state changed while it was copied; the snapshot was thrown away."""
+    """The state changed while it was copied; the snapshot was thrown away.
+
+    Args:
+        tensors: names of all that changed.
+    """
 
     default_code = "torn"
+    _SHOWN = 5
+
+    def __init__(
+        self, message: str, /, *, code: str | None = None, tensors: Sequence[str] = (), **context: object
+    ) -> None:
+        super().__init__(message, code=code, **context)
+        if tensors:
+            self.context.update(tensors=list(tensors[: self._SHOWN]), count=len(tensors))
+        self.tensors = tuple(tensors)
 
 
 _KINDS: dict[str, type[CkptError]] = {

@@ -197,6 +197,20 @@ def test_snapshot_of_a_state_that_changed_meanwhile_is_thrown_away_and_taken_aga
     assert_same_bits(other.state(), expected)
 
 
+def test_average_that_the_loop_updates_after_the_save_tears_one_snapshot_only(place: Place) -> None:
+    live = Live.new()
+    average = torch.optim.swa_utils.AveragedModel(live.model)
+    with place.started(live, mode="overlapped", state={"ema": average}) as manager:
+        for step in range(3):
+            live.train(range(step, step + 1))
+            with capture_held(manager) as gate:
+                handle = manager.save(step + 1)
+                average.update_parameters(live.model)  # in place, no optimizer step
+                gate.set()
+                outcome = handle.staging_completion.exception(WAIT_S)
+            assert isinstance(outcome, SnapshotTornError) is (step == 0)
+
+
 def test_same_step_may_be_saved_again_when_its_snapshot_was_torn(place: Place) -> None:
     live = Live.new()
     with place.started(live, mode="overlapped") as manager:

@@ -280,6 +280,7 @@ class SavePipeline:
             return
         if isinstance(error, SnapshotTornError):
             self.retake_wanted = True
+            self._state.copy_at_once(error.tensors)
         self._fail(flush.sequence, error)
 
     def _fail(self, sequence: int, error: CkptError) -> None:

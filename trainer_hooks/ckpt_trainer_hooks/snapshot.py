@@ -112,8 +112,7 @@ class Copies:
             raise SnapshotTornError(
                 "tensors were modified while the snapshot was copied; it was thrown away. Modify parameters "
                 "only inside optimizer.step(), or hold manager.lock() around the edit",
-                tensors=changed[:5],
-                count=len(changed),
+                tensors=changed,
             )
 
 

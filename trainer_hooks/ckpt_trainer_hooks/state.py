@@ -12,13 +12,13 @@ What is in the values (docs/format.md, "State values"):
 
 Items declared per rank, generators, and the random-number streams are in the rank's own values:
 
-    {"items": {...}, "rng": {...}}
+    {"items": {...}, "rng": {...}, "rng_stream": <number of the stream, else that of the rank>}
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -33,7 +33,7 @@ from ckpt_proto.v1 import common_pb2
 from ckpt_trainer_hooks.collector import collector_paused
 from ckpt_trainer_hooks.data import settle_loader
 from ckpt_trainer_hooks.generators import capture_generator, generator_type, is_same_state
-from ckpt_trainer_hooks.layout import LayoutBuilder, Placed
+from ckpt_trainer_hooks.layout import LayoutBuilder, Placed, check_plain_class
 from ckpt_trainer_hooks.names import canonical_names, owned_tensors, parameter_names
 from ckpt_trainer_hooks.optimizer_capture import capture_optimizer, check_optimizers
 from ckpt_trainer_hooks.rng import capture_rng, restore_rng
@@ -95,6 +95,8 @@ class TrainState:
         rank: global rank of this process.
         per_rank: names of items whose state differs from rank to rank (data loaders). Generators always do;
             an object with ``same_on_every_rank = True`` never does.
+        rng_stream: number of this rank's random-number streams; ranks with one number draw alike after a
+            change of the number of ranks. Default: the rank.
 
     Raises:
         InvalidInputError: an object that could not be restored.
@@ -107,6 +109,7 @@ class TrainState:
         *,
         rank: int,
         per_rank: Collection[str] = (),
+        rng_stream: int | None = None,
     ) -> None:
         self.items: dict[str, Any] = {name: item for name, item in items.items() if item is not None}
         if not self.items:
@@ -125,10 +128,28 @@ class TrainState:
         check_optimizers(self.optimizers)
         self.builder = builder
         self.rank = rank
+        self.rng_stream = rank if rng_stream is None else rng_stream
+        if self.rng_stream < 0:
+            raise InvalidInputError("rng_stream must not be negative", value=rng_stream)
+        self._at_once: set[str] = set()  # modules that were seen to change outside optimizer steps
 
     def is_own(self, name: str) -> bool:
         """Whether each rank has a state of its own of the item."""
         return name in self.per_rank or self.kinds.get(name) is ItemKind.GENERATOR
+
+    def copy_at_once(self, names: Iterable[str]) -> None:
+        """Learn from a torn snapshot: modules without a parameter of any optimizer (an average that the loop
+        updates after the save) are copied at once from now on. ``names`` are of the torn tensors.
+        """
+        groups = [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
+        stepped = {id(parameter) for group in groups for parameter in group["params"]}
+        for item in {name.partition(".")[0] for name in names} & self.modules.keys():
+            if not any(id(parameter) in stepped for parameter in self.modules[item].parameters()):
+                self._at_once.add(item)
+
+    def may_defer(self, item: str) -> bool:
+        """Whether the parameters of a module may be copied until the next optimizer step."""
+        return item not in self._at_once
 
     def of_kind(self, kind: ItemKind) -> dict[str, Any]:
         """The items of one kind, in registration order."""
@@ -192,11 +213,13 @@ class _Flattening:
             restore_rng(rng)  # a save must not change what training draws next
         tree = {"items": shared, "aliases": self._aliases}
         self._flat.values = encode_value(tree, leaf=self._shared_leaf)
-        self._flat.rank_values = encode_value({"items": own, "rng": rng}, leaf=self._rank_leaf)
+        self._flat.rank_values = encode_value(
+            {"items": own, "rng": rng, "rng_stream": self._state.rng_stream}, leaf=self._rank_leaf
+        )
         return self._flat
 
     def _module(self, item: str, module: torch.nn.Module) -> dict[str, Any]:
-        parameters = owned_tensors(module, buffers=False)
+        parameters = owned_tensors(module, buffers=False) if self._state.may_defer(item) else {}
         state = module.state_dict()
         extra = {}
         for raw, fqn in canonical_names(module, list(state)).items():
@@ -239,6 +262,7 @@ class _Flattening:
     def _tree_leaf(self, path: str, value: object, *, suffix: str, alone: bool) -> str | None:
         if not isinstance(value, torch.Tensor):
             return None
+        check_plain_class(_dotted(path), value)
         base = _dotted(path)
         name = base + suffix
         serial = 2
