@@ -10,10 +10,10 @@ from ckpt.cli.backend import OnBytes, OnDeleted
 from ckpt.cli.describe import describe, details_of, problem_of
 from ckpt.cli.records import Details, Listing, Policy, PrunePlan, Row, RunRow, Shown, VerdictRow, Verified
 from ckpt.client.catalog import CatalogClient
-from ckpt.client.status import error_from_info
 from ckpt.errors import CkptError, CorruptError, NotFoundError
 from ckpt.format.ids import CheckpointId, split_run_url
 from ckpt.format.layout import LayoutSet
+from ckpt.format.problem import error_from_info
 from ckpt_proto.v1 import catalog_pb2
 
 __all__ = ["RemoteBackend"]

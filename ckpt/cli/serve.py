@@ -66,8 +66,8 @@ def _document(target: str, status: staging_pb2.StatusResponse) -> dict[str, Any]
 
 def _step(step: staging_pb2.StepStatus) -> dict[str, Any]:
     from ckpt.cli.describe import problem_of
-    from ckpt.client.status import error_from_info
     from ckpt.format.ids import CheckpointId
+    from ckpt.format.problem import error_from_info
 
     return {
         "url": step.url,

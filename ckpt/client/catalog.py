@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ckpt.client.channel import Connection
 from ckpt.format.ids import CheckpointId
+from ckpt.rpc.channel import Connection
 from ckpt_proto.v1 import catalog_pb2, catalog_pb2_grpc
 
 __all__ = ["CatalogClient"]
@@ -17,7 +17,7 @@ class CatalogClient:
 
     Args:
         target: ``unix:/path`` or ``host:port``.
-        token, ca: for TCP; see :func:`ckpt.client.channel.open_channel`.
+        token, ca: for TCP; see :func:`ckpt.rpc.channel.open_channel`.
         timeout_s: deadline of each call.
     """
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ckpt.rpc.bulk import READ_CHUNKS, READ_TENSOR, bulk_path
-from ckpt.rpc.channel import Connection
 from ckpt.errors import UnavailableError
 from ckpt.format.ids import CheckpointId
 from ckpt.format.tensor_data import TensorData
 from ckpt.geometry import Box
+from ckpt.rpc.bulk import READ_CHUNKS, READ_TENSOR, bulk_path
+from ckpt.rpc.channel import Connection
 from ckpt_proto.v1 import disk_pb2, restore_pb2, restore_pb2_grpc
 
 __all__ = ["RestoreClient", "TensorData"]

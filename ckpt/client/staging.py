@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from ckpt.client.bulk import PUT_CHUNKS, bulk_path, frames
-from ckpt.client.channel import Connection
 from ckpt.errors import CorruptError, UnavailableError
 from ckpt.format.ids import CheckpointId
+from ckpt.rpc.bulk import PUT_CHUNKS, bulk_path, frames
+from ckpt.rpc.channel import Connection
 from ckpt.storage.staging import StagingDir, os_errors
 from ckpt_proto.v1 import staging_pb2, staging_pb2_grpc
 
@@ -28,7 +28,7 @@ class StagingClient:
 
     Args:
         target: ``unix:/path`` or ``host:port``.
-        token, ca: for TCP; see :func:`ckpt.client.channel.open_channel`.
+        token, ca: for TCP; see :func:`ckpt.rpc.channel.open_channel`.
         timeout_s: deadline of each call.
     """
 

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from google.protobuf.message import DecodeError
-
-from ckpt.errors import CkptError, CorruptError, InvalidInputError, UnavailableError, from_kind
+from ckpt.errors import CkptError, CorruptError, UnavailableError
 from ckpt.format.ids import CheckpointId
 from ckpt.format.segment import chunk_range
+from ckpt.rpc.bulk import FRAME_NBYTES, PUT_CHUNKS, bulk_path
 from ckpt.storage.staging import StagingDir, os_errors
-from ckpt_proto.v1 import common_pb2, disk_pb2, staging_pb2
-
-if TYPE_CHECKING:
-    import grpc
+from ckpt_proto.v1 import disk_pb2, staging_pb2
 
 __all__ = ["Remote"]
 
 T = TypeVar("T")
 
-_FRAME_NBYTES = 1 << 20
 _CALL_S = 30.0
 _WATCH_S = 600.0  # a Watch is taken up again after this, so that a half-dead connection is noticed
 _SLOWEST_BYTES_PER_S = 4e6  # a link below this is called broken
@@ -51,7 +45,11 @@ class Remote:
         self._run_key = run_key
         token = None if target.startswith("unix:") else found.get("CKPT_SERVER_TOKEN")
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
-        self._channel = _open_channel(target, found.get("CKPT_SERVER_CA"))
+        # Here: see the class.
+        from ckpt.rpc.channel import open_channel
+
+        ca = found.get("CKPT_SERVER_CA")
+        self._channel = open_channel(target, token=token, ca=Path(ca) if ca else None)
         self._shares_path: bool | None = None  # None: register first
 
     def close(self) -> None:
@@ -110,7 +108,7 @@ class Remote:
         """Stream chunks until the server wants none. What arrived before an error is not sent again."""
         index = self._staging.read_index(self._run_key, ident, rank)
         path = self._staging.segment_path(self._run_key, ident, rank)
-        stub: Any = self._channel.stream_unary("/ckpt.v1.Bulk/PutChunks", None, None)
+        stub: Any = self._channel.stream_unary(bulk_path(PUT_CHUNKS), None, None)
         for _ in range(_ROUNDS):
             header = staging_pb2.PutChunksHeader(
                 run_key=self._run_key, id=ident.to_proto(), rank=rank, chunks=wanted
@@ -162,7 +160,7 @@ def _frames(
         for chunk in header.chunks:
             start, stop = chunk_range(chunk, index.nbytes, index.chunks.chunk_nbytes)
             while start < stop:
-                frame = os.pread(fd, min(_FRAME_NBYTES, stop - start), start)
+                frame = os.pread(fd, min(FRAME_NBYTES, stop - start), start)
                 if not frame:
                     raise CorruptError("a sealed segment is cut short", code="truncated", chunk=chunk)
                 yield frame
@@ -177,55 +175,15 @@ def _translated(call: Callable[[], T]) -> T:
     """Return ``call()``; a failed RPC becomes the CkptError that the server sent, or the nearest one."""
     import grpc  # loaded already; see Remote
 
+    from ckpt.rpc.status import sent_error
+
     try:
         return call()
     except grpc.RpcError as error:
-        raise _from_rpc(error) from error
-
-
-def _from_rpc(error: Any) -> CkptError:
-    for key, value in error.trailing_metadata() or ():
-        if key == "ckpt-error-bin":
-            try:
-                info = common_pb2.ErrorInfo.FromString(value)
-            except DecodeError:
-                break
-            return from_kind(info.kind, info.message, code=info.code, context=dict(info.context))
-    # An error without ours came from gRPC itself, a proxy or a foreign program: worth another try.
-    name = error.code().name.lower().replace("_", "-")
-    return UnavailableError("call to the staging server failed", code=name, details=error.details() or "")
-
-
-def _open_channel(target: str, ca: str | None) -> grpc.Channel:
-    import grpc  # see Remote
-
-    options = [
-        ("grpc.max_receive_message_length", -1),
-        ("grpc.max_send_message_length", -1),
-        ("grpc.use_local_subchannel_pool", 1),
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.max_reconnect_backoff_ms", 2_000),
-        ("grpc.keepalive_time_ms", 30_000),
-        ("grpc.keepalive_timeout_ms", 20_000),
-        ("grpc.enable_retries", 0),
-    ]
-    if target.startswith("unix:"):
-        return grpc.insecure_channel(target, options)
-    if ca is not None:
-        with os_errors("cannot read the CA file of the staging server", path=ca):
-            roots = Path(ca).read_bytes()
-        return grpc.secure_channel(target, grpc.ssl_channel_credentials(roots), options)
-    if not _is_loopback(target.rpartition(":")[0]):
-        raise InvalidInputError(
-            "a server on another machine needs TLS: set CKPT_SERVER_CA", code="tls-required", target=target
-        )
-    return grpc.insecure_channel(target, options)
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
+        # An error without the server's own came from gRPC itself, a proxy or a foreign program: worth another
+        # try, unlike for a person who waits for an answer (ckpt.rpc.status.error_from_rpc).
+        raise sent_error(error) or UnavailableError(
+            "call to the staging server failed",
+            code=error.code().name.lower().replace("_", "-"),
+            details=error.details() or "",
+        ) from error

@@ -11,10 +11,10 @@ from pathlib import Path
 import grpc
 
 from ckpt import __version__
-from ckpt.client.channel import MAX_MESSAGE_NBYTES
 from ckpt.clock import Clock, SystemClock
 from ckpt.errors import CkptError, UnavailableError
 from ckpt.events import event, get_logger
+from ckpt.rpc.channel import MAX_MESSAGE_NBYTES
 from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import catalog_pb2_grpc, restore_pb2_grpc, staging_pb2_grpc
 from ckpt_server.bulk_service import bulk_handlers

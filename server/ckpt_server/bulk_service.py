@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 
-from ckpt.client.bulk import BULK_SERVICE, PUT_CHUNKS, READ_CHUNKS, READ_TENSOR
+from ckpt.rpc.bulk import BULK_SERVICE, PUT_CHUNKS, READ_CHUNKS, READ_TENSOR
 from ckpt_server.restore_service import RestoreService
 from ckpt_server.staging_service import StagingService
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 
 import grpc
 
-from ckpt.client.status import error_to_info
 from ckpt.errors import CorruptError, InvalidInputError
 from ckpt.format import keys
 from ckpt.format.ids import CheckpointId
+from ckpt.format.problem import error_to_info
 from ckpt.ops.catalog import (
     CheckpointInfo,
     latest,

@@ -6,7 +6,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from ckpt.client.bulk import BULK_SERVICE
+from ckpt.rpc.bulk import BULK_SERVICE
 from ckpt_proto.v1 import catalog_pb2, restore_pb2, staging_pb2
 
 __all__ = ["Health"]

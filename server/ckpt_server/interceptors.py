@@ -10,10 +10,11 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from ckpt.client.status import ERROR_METADATA_KEY, error_to_info, status_code
 from ckpt.clock import Clock
 from ckpt.errors import CkptError
 from ckpt.events import event, get_logger
+from ckpt.format.problem import error_to_info
+from ckpt.rpc.status import ERROR_METADATA_KEY, status_code
 
 __all__ = ["Activity", "AuthInterceptor", "ErrorInterceptor"]
 
@@ -74,7 +75,7 @@ def _refuse(request: Any, context: grpc.ServicerContext) -> Any:
 
 
 class ErrorInterceptor(grpc.ServerInterceptor):
-    """Turns CkptErrors into statuses (see ckpt.client.status) and keeps the activity count."""
+    """Turns CkptErrors into statuses (see ckpt.rpc.status) and keeps the activity count."""
 
     def __init__(self, activity: Activity) -> None:
         self._activity = activity

@@ -9,13 +9,13 @@ from typing import TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from ckpt.client.bulk import frames
 from ckpt.dtypes import itemsize
 from ckpt.errors import InvalidInputError, NotFoundError
 from ckpt.format import keys
 from ckpt.format.segment import chunk_range
 from ckpt.geometry import Box
 from ckpt.ops.fetch import LocalTier, fetch_tensor, read_verified_chunk
+from ckpt.rpc.bulk import frames
 from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import disk_pb2, restore_pb2, restore_pb2_grpc
 from ckpt_server.checkpoints import Checkpoints

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt.client.channel import is_loopback
 from ckpt.errors import InvalidInputError
+from ckpt.rpc.channel import is_loopback
 
 __all__ = ["Settings"]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field, replace
 
-from ckpt.client.status import error_to_info
 from ckpt.errors import CkptError
 from ckpt.format.ids import CheckpointId
+from ckpt.format.problem import error_to_info
 from ckpt_proto.v1 import common_pb2, staging_pb2
 
 __all__ = ["StepKey", "StepRecord", "StepTable"]
@@ -36,6 +36,7 @@ class StepRecord:
         nbytes: size of each sealed segment, by rank.
         sealed_at: Unix seconds of the first seal.
         error: why it failed, or why it is waiting.
+        warnings: oddities that did not stop the commit; known to the server that made it.
     """
 
     run_key: str
@@ -48,6 +49,7 @@ class StepRecord:
     nbytes: dict[int, int] = field(default_factory=dict)
     sealed_at: float = 0.0
     error: CkptError | None = None
+    warnings: tuple[CkptError, ...] = ()
 
     @property
     def is_owed(self) -> bool:
@@ -79,6 +81,7 @@ class StepRecord:
             uploaded_bytes=sum(self.nbytes.get(rank, 0) for rank in self.uploaded),
             total_bytes=sum(self.nbytes.values()),
             error=error_to_info(self.error) if self.error is not None else None,
+            warnings=[error_to_info(warning) for warning in self.warnings],
         )
 
 

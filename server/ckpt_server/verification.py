@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
-from ckpt.client.status import error_to_info
 from ckpt.errors import CorruptError, UnavailableError
+from ckpt.format.problem import error_to_info
 from ckpt.ops.checkpoint import Checkpoint
 from ckpt.ops.verify import verify_deep, verify_quick
 from ckpt_proto.v1 import catalog_pb2

@@ -14,12 +14,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ckpt.client import RestoreClient, StagingClient
-from ckpt.client.channel import open_channel
 from ckpt.errors import (
     RefusedError,
     TimeoutExceededError,
 )
 from ckpt.format.ids import CheckpointId
+from ckpt.rpc.channel import open_channel
 from tests.support.faultproxy import FaultProxy
 from tests.support.s3 import Ministack
 from tests.support.sealing import make_world, seal

@@ -9,7 +9,6 @@ import grpc
 import pytest
 
 from ckpt.client import StagingClient
-from ckpt.client.channel import MAX_MESSAGE_NBYTES
 from ckpt.errors import (
     ConflictError,
     InvalidInputError,
@@ -17,6 +16,7 @@ from ckpt.errors import (
 from ckpt.format import keys
 from ckpt.format.ids import CheckpointId
 from ckpt.format.segment import CHUNK_NBYTES
+from ckpt.rpc.channel import MAX_MESSAGE_NBYTES
 from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import staging_pb2
 from tests.support.sealing import make_world, seal

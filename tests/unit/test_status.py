@@ -7,14 +7,6 @@ from typing import Any
 import grpc
 import pytest
 
-from ckpt.client.status import (
-    ERROR_METADATA_KEY,
-    STATUS_CODES,
-    error_from_info,
-    error_from_rpc,
-    error_to_info,
-    status_code,
-)
 from ckpt.errors import (
     BusyError,
     CkptError,
@@ -26,6 +18,8 @@ from ckpt.errors import (
     TimeoutExceededError,
     UnavailableError,
 )
+from ckpt.format.problem import error_from_info, error_to_info
+from ckpt.rpc.status import ERROR_METADATA_KEY, STATUS_CODES, error_from_rpc, status_code
 
 
 class _Failed(grpc.RpcError):

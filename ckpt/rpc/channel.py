@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import grpc
 
-from ckpt.client.status import error_from_rpc
 from ckpt.errors import InvalidInputError, TimeoutExceededError
+from ckpt.rpc.status import error_from_rpc
 
 __all__ = [
     "CHANNEL_OPTIONS",
@@ -37,7 +37,8 @@ CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
     # Proxies drop connections that are silent for long; the server allows a ping every 10 s.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
-    ("grpc.max_reconnect_backoff_ms", 5_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.enable_retries", 0),
 )
 
@@ -71,7 +72,9 @@ def open_channel(target: str, *, token: str | None = None, ca: Path | None = Non
     if ca is None:
         if not is_loopback(host):
             raise InvalidInputError(
-                "a server on another machine needs TLS: give the CA file", code="tls-required", target=target
+                "a server on another machine needs TLS: give the CA file (CKPT_SERVER_CA, --ca)",
+                code="tls-required",
+                target=target,
             )
         return grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
     try:

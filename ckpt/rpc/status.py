@@ -25,27 +25,19 @@ from ckpt.errors import (
     SnapshotTornError,
     TimeoutExceededError,
     UnavailableError,
-    from_kind,
 )
+from ckpt.format.problem import MESSAGE_CHARS, cut, error_from_info
 from ckpt_proto.v1 import common_pb2
 
 __all__ = [
     "ERROR_METADATA_KEY",
     "STATUS_CODES",
-    "error_from_info",
     "error_from_rpc",
-    "error_to_info",
+    "sent_error",
     "status_code",
 ]
 
 ERROR_METADATA_KEY = "ckpt-error-bin"
-
-# Bytes of ErrorInfo that always fit: gRPC's soft limit for all metadata of a call is 8 KiB, and
-# binary values grow by a third where a proxy speaks base64.
-_MESSAGE_CHARS = 1024
-_VALUE_CHARS = 512
-_CONTEXT_ITEMS = 12
-_INFO_NBYTES = 4096
 
 STATUS_CODES: Mapping[type[CkptError], grpc.StatusCode] = MappingProxyType(
     {
@@ -91,32 +83,21 @@ def status_code(error: CkptError) -> grpc.StatusCode:
     return grpc.StatusCode.INTERNAL
 
 
-def error_to_info(error: CkptError) -> common_pb2.ErrorInfo:
-    """Return ``error`` as a message of at most 4 KiB; longer texts and contexts are cut."""
-    info = common_pb2.ErrorInfo(
-        kind=type(error).__name__, code=error.code[:64], message=_cut(error.message, _MESSAGE_CHARS)
-    )
-    for key, value in list(error.context.items())[:_CONTEXT_ITEMS]:
-        text = _cut(str(value), _VALUE_CHARS)
-        if info.ByteSize() + len(key) + len(text.encode()) > _INFO_NBYTES - 64:
-            break
-        info.context[key] = text
-    return info
-
-
-def error_from_info(info: common_pb2.ErrorInfo) -> CkptError:
-    """Rebuild the error; its context values are strings now."""
-    return from_kind(info.kind, info.message, code=info.code, context=dict(info.context))
-
-
-def error_from_rpc(error: grpc.RpcError, *, target: str = "", method: str = "") -> CkptError:
-    """Return the CkptError behind a failed call: the server's own one where it sent one."""
+def sent_error(error: grpc.RpcError) -> CkptError | None:
+    """Return the CkptError that the server sent with a failed call; None where it sent none."""
     for key, value in _trailing_metadata(error):
         if key == ERROR_METADATA_KEY:
             try:
                 return error_from_info(common_pb2.ErrorInfo.FromString(value))
             except DecodeError:
                 break
+    return None
+
+
+def error_from_rpc(error: grpc.RpcError, *, target: str = "", method: str = "") -> CkptError:
+    """Return the CkptError behind a failed call: the server's own one where it sent one."""
+    if (sent := sent_error(error)) is not None:
+        return sent
     code = _call(error, "code") or grpc.StatusCode.UNKNOWN
     cls, reason = _FOREIGN.get(code, (CkptError, "internal"))
     details = _call(error, "details") or str(error)
@@ -125,7 +106,7 @@ def error_from_rpc(error: grpc.RpcError, *, target: str = "", method: str = "") 
         code=reason,
         target=target,
         method=method,
-        details=_cut(details, _MESSAGE_CHARS),
+        details=cut(details, MESSAGE_CHARS),
     )
 
 
@@ -137,7 +118,3 @@ def _call(error: grpc.RpcError, name: str) -> Any:
     """Ask the call behind the error; the stubs do not know that grpc raises objects that are both."""
     method = getattr(error, name, None)
     return method() if method is not None else None
-
-
-def _cut(text: str, limit: int) -> str:
-    return text if len(text) <= limit else text[: limit - 3] + "..."
