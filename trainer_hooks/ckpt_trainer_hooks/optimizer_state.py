@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["keeping_step_on_device", "matching_group", "optimizer_entries", "set_optimizer"]
+__all__ = [
+    "changed_order",
+    "keeping_step_on_device",
+    "matching_group",
+    "optimizer_entries",
+    "set_optimizer",
+]
 
 
 def optimizer_entries(
@@ -27,10 +33,42 @@ def optimizer_entries(
             yield name, fqn, ".".join(rest)
 
 
-def keeping_step_on_device(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Ids of the parameters whose ``step`` is on their device: their group is capturable or fused."""
-    groups = [g for g in optimizer.param_groups if g.get("capturable") or g.get("fused")]
-    return {id(parameter) for group in groups for parameter in group["params"]}
+def keeping_step_on_device(
+    optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str, Any]] = ()
+) -> set[int]:
+    """Ids of the parameters whose ``step`` is on their device: their group is capturable or fused.
+
+    ``options`` are those that the groups will have after the restore, if they change.
+    """
+    found: set[int] = set()
+    for number, group in enumerate(optimizer.param_groups):
+        after = {**group, **options[number]} if number < len(options) else group
+        if after.get("capturable") or after.get("fused"):
+            found.update(id(parameter) for parameter in group["params"])
+    return found
+
+
+def changed_order(
+    item: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]
+) -> list[str]:
+    """What is wrong, if the optimizer keeps flat vectors over all parameters and their order is another."""
+    if not isinstance(optimizer, torch.optim.LBFGS) or not saved["scalars"]:
+        return []
+    live = [names.get(id(p), "") for group in optimizer.param_groups for p in group["params"]]
+    if live == [fqn for group in saved["groups"] for fqn in group["params"]]:
+        return []
+    return [f"{item}: its history is one vector over all parameters, whose order or number is another here"]
+
+
+def _on(device: torch.device, value: object) -> Any:
+    """``value`` with the tensors in it on ``device``."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, list | tuple):
+        return type(value)(_on(device, part) for part in value)
+    if isinstance(value, dict):
+        return {key: _on(device, part) for key, part in value.items()}
+    return value
 
 
 def set_optimizer(
@@ -46,14 +84,22 @@ def set_optimizer(
     """
     for fqn, parameter in parameters.items():
         if fqn in loaded:
-            optimizer.state[parameter] = dict(loaded[fqn])
+            # Tensors inside lists (LBFGS's history) were read on the CPU.
+            optimizer.state[parameter] = {
+                key: value if isinstance(value, torch.Tensor) else _on(parameter.device, value)
+                for key, value in loaded[fqn].items()
+            }
         else:
             optimizer.state.pop(parameter, None)  # it never had a gradient
     optimizer.state.update(common)  # type: ignore[arg-type]  # keys of the optimizer's own
+    written: dict[int, torch.Tensor] = {}  # a tensor lr that groups share can have one value only
     for group, options in zip(optimizer.param_groups, groups, strict=False):  # none: groups stay
         for key, value in options.items():
             live = group.get(key)
             if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
+                if not torch.equal(written.setdefault(id(live), value), value):
+                    group[key] = value.to(live)
+                    continue
                 live.copy_(value)  # a tensor lr may be captured in a graph
             else:
                 group[key] = value

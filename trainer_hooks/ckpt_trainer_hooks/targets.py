@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,16 +19,23 @@ from ckpt.geometry import Region
 from ckpt.plan.read import Want
 from ckpt_proto.v1 import common_pb2
 from ckpt_trainer_hooks.compat import as_dtensor, local_tensor
+from ckpt_trainer_hooks.data import settle_loader
+from ckpt_trainer_hooks.generators import generator_type, restore_generator
+from ckpt_trainer_hooks.indirect import filled_later
 from ckpt_trainer_hooks.layout import dtype_name, torch_dtype
+from ckpt_trainer_hooks.local_state import declared
 from ckpt_trainer_hooks.merge import merge_values
 from ckpt_trainer_hooks.mismatch import Mismatch
 from ckpt_trainer_hooks.names import MODEL_ITEM, canonical_names, owned_tensors, parameter_names
+from ckpt_trainer_hooks.optimizer_restore import Destination, StateForms
 from ckpt_trainer_hooks.optimizer_state import (
+    changed_order,
     keeping_step_on_device,
     matching_group,
     optimizer_entries,
     set_optimizer,
 )
+from ckpt_trainer_hooks.redistribute import Spread, load_later
 from ckpt_trainer_hooks.renaming import renamed
 from ckpt_trainer_hooks.selection import RestoreOptions, can_cast
 from ckpt_trainer_hooks.state import ItemKind, TrainState, is_tensor_entry
@@ -35,8 +43,6 @@ from ckpt_trainer_hooks.state import ItemKind, TrainState, is_tensor_entry
 __all__ = ["Mismatch", "RestoreTargets", "collect_targets"]
 
 _log = get_logger("restore")
-# 0-dim state that torch's optimizers keep on the CPU unless the group is capturable or fused.
-_HOST_STATE = ("step", "mu_product")
 
 
 @dataclass(slots=True)
@@ -49,6 +55,7 @@ class RestoreTargets:
         mismatch: what does not fit.
         apply: called in order, after every byte is in place.
         casts: how many tensors are converted, by (saved, live) dtype.
+        own: whether this rank has a saved state, by name of each item wanted that is every rank's own.
     """
 
     wants: list[Want] = field(default_factory=list)
@@ -56,6 +63,7 @@ class RestoreTargets:
     mismatch: Mismatch = field(default_factory=Mismatch)
     apply: list[Callable[[], None]] = field(default_factory=list)
     casts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    own: dict[str, bool] = field(default_factory=dict)
 
 
 def collect_targets(
@@ -64,6 +72,7 @@ def collect_targets(
     values: Sequence[common_pb2.Value],
     rank_values: common_pb2.Value | None,
     options: RestoreOptions | None = None,
+    spread: Spread | None = None,
 ) -> RestoreTargets:
     """Match the live state with a checkpoint. Changes nothing yet.
 
@@ -73,11 +82,12 @@ def collect_targets(
         values: SegmentIndex.state of the ranks that the manifest's state_ranks name.
         rank_values: SegmentIndex.rank_state of this rank; None where this rank has none.
         options: what to take of it; all by default.
+        spread: instead of ``rank_values``, where the number of ranks changed.
 
     Raises:
         InvalidInputError: the options fit nothing; what does not fit the live state is in the result.
     """
-    return _Collector(state, saved, values, rank_values, options or RestoreOptions()).run()
+    return _Collector(state, saved, values, rank_values, options or RestoreOptions(), spread).run()
 
 
 class _Collector:
@@ -88,6 +98,7 @@ class _Collector:
         values: Sequence[common_pb2.Value],
         rank_values: common_pb2.Value | None,
         options: RestoreOptions,
+        spread: Spread | None = None,
     ) -> None:
         self._state = state
         self._options = options
@@ -105,6 +116,9 @@ class _Collector:
         self._rank_items: dict[str, Any] = {}
         if rank_values is not None:
             self._rank_items = decode_value(rank_values, leaf=self._read_leaf)["items"]
+        elif spread is not None:
+            self._rank_items, problems = spread.items(state, self._read_leaf, self._wants_some)
+            self._result.mismatch.shapes += problems
 
     def run(self) -> RestoreTargets:
         collectors: dict[ItemKind, Callable[[str, Any, Mapping[str, Any]], None]] = {
@@ -112,20 +126,29 @@ class _Collector:
             ItemKind.OPTIMIZER: self._optimizer,
             ItemKind.STATEFUL: self._stateful,
             ItemKind.PLAIN: self._plain,
+            ItemKind.GENERATOR: self._generator,
         }
         shared = self._values["items"]
         order = sorted(self._state.items, key=lambda name: list(collectors).index(self._state.kinds[name]))
         for name in order:  # modules, then optimizers, then schedulers and the rest: the documented order
             if not self._wants_some(name):
                 continue
-            saved = (self._rank_items if name in self._state.per_rank else shared).get(name)
+            saved = (self._rank_items if self._state.is_own(name) else shared).get(name)
             kind = self._state.kinds[name]
+            if self._state.is_own(name):
+                self._result.own[name] = saved is not None
             if saved is None:
                 self._result.mismatch.missing.append(f"{name} (whole item)")
             elif saved["kind"] != str(kind):
                 self._result.mismatch.shapes.append(f"{name}: saved as {saved['kind']}, live {kind}")
             else:
-                collectors[kind](name, self._state.items[name], saved)
+                later = load_later(self._state.items[name], saved)
+                if later is None:
+                    collectors[kind](name, self._state.items[name], saved)
+                else:
+                    self._result.apply.append(later)
+                if kind is ItemKind.STATEFUL:
+                    self._result.apply.append(functools.partial(settle_loader, self._state.items[name]))
         self._find_unexpected(shared)
         named = [*self._saved, *self._result.mismatch.missing]
         self._options.check_used([*named, *(f"{name}." for name in [*self._state.items, *shared])])
@@ -189,14 +212,16 @@ class _Collector:
         parameters = {
             names[id(p)]: p for group in optimizer.param_groups for p in group["params"] if id(p) in names
         }
-        loaded = self._optimizer_state(item, optimizer, parameters, saved["scalars"])
+        is_whole = self._options.takes_item(item)
+        groups = self._groups(item, optimizer, names, saved["groups"]) if is_whole else []
+        self._result.mismatch.shapes += changed_order(item, optimizer, names, saved)
+        on_device = keeping_step_on_device(optimizer, groups)
+        loaded = self._optimizer_state(item, optimizer, parameters, saved, on_device)
         kind = type(optimizer).__name__
         if saved["type"] != kind:
             event(
                 _log, logging.WARNING, "restore.optimizer_differs", item=item, saved=saved["type"], live=kind
             )
-        is_whole = self._options.takes_item(item)
-        groups = self._groups(item, optimizer, names, saved["groups"]) if is_whole else []
         listed = {
             fqn
             for group in saved["groups"]
@@ -205,6 +230,13 @@ class _Collector:
         }
         self._result.mismatch.unexpected += [
             f"{item}.{fqn} (in a group)" for fqn in sorted(listed - parameters.keys())
+        ]
+        self._result.mismatch.missing += [
+            f"{item}.{fqn} (in no group)"
+            for fqn in sorted(
+                parameters.keys() - {fqn for group in saved["groups"] for fqn in group["params"]}
+            )
+            if self._options.takes(f"{item}.{fqn}.")
         ]
         known = {fqn: parameter for fqn, parameter in parameters.items() if fqn in listed}
         common = saved["common"] if is_whole else {}
@@ -215,28 +247,34 @@ class _Collector:
         item: str,
         optimizer: torch.optim.Optimizer,
         parameters: Mapping[str, torch.Tensor],
-        scalars: Mapping[str, Mapping[str, Any]],
+        saved: Mapping[str, Any],
+        on_device: Collection[int],
     ) -> dict[str, dict[str, Any]]:
         """The new state of each parameter of which something is taken, tensors still to be filled."""
-        on_device = keeping_step_on_device(optimizer)
+        forms = StateForms.of(saved, self._saved, self._state.builder, self._state.rank, declared(optimizer))
         loaded: dict[str, dict[str, Any]] = {}
         left_out: list[tuple[str, str, str]] = []
-        for fqn, found in scalars.items():
+        for fqn, found in saved["scalars"].items():
             for key, value in found.items():
                 if self._options.takes(f"{item}.{fqn}.{key}"):
                     loaded.setdefault(fqn, {})[key] = value
                 else:
                     left_out.append((f"{item}.{fqn}.{key}", fqn, key))
-        for name, fqn, key in optimizer_entries(item, self._saved, parameters):
+        # A tensor inside the item's values may be named like a parameter's state.
+        tensors = {name: layout for name, layout in self._saved.items() if layout.name not in self._leaves}
+        for name, fqn, key in optimizer_entries(item, tensors, parameters):
             if not self._options.takes(name):
                 left_out.append((name, fqn, key))
                 continue
             parameter = parameters[fqn]
             self._check_parameter(name, fqn, parameter)
-            live = optimizer.state.get(parameter, {}).get(key)
-            tensor = self._state_tensor(name, parameter, live, key, on_device=id(parameter) in on_device)
-            loaded.setdefault(fqn, {})[key] = tensor
-            self._into(name, tensor)
+            base = key.partition("@rank")[0]  # each rank may have stored its own
+            if base not in loaded.setdefault(fqn, {}):
+                live = optimizer.state.get(parameter, {}).get(base)
+                on_its_device = id(parameter) in on_device
+                found = forms.destination(name, fqn, key, parameter, live, on_device=on_its_device)
+                loaded[fqn][base] = found.tensor
+                self._into_state(found)
         for name, fqn, key in left_out:  # stays as it is; half of a parameter's state would be none at all
             if fqn in loaded and fqn in parameters:
                 live_state = optimizer.state.get(parameters[fqn], {})
@@ -278,26 +316,31 @@ class _Collector:
             found.append({} if match is None else match["options"])
         return found
 
-    def _state_tensor(
-        self, name: str, parameter: torch.Tensor, live: object, key: str, *, on_device: bool
-    ) -> torch.Tensor:
-        """The live state tensor, or a new one laid out like its parameter (state is created lazily)."""
-        layout = self._saved[name]
-        dtype = torch_dtype(layout.dtype)
-        if (
-            isinstance(live, torch.Tensor)
-            and tuple(live.shape) == layout.global_shape
-            and live.dtype == dtype
-        ):
-            return live
-        if key in _HOST_STATE and layout.global_shape == ():  # also where the parameter is 0-dim
-            return torch.zeros((), dtype=dtype, device=parameter.device if on_device else "cpu")
-        if tuple(parameter.shape) == layout.global_shape:
-            return torch.zeros_like(parameter.detach(), dtype=dtype)
-        return torch.zeros(layout.global_shape, dtype=dtype, device=parameter.device)
+    def _into_state(self, found: Destination) -> None:
+        if found.problem:
+            self._result.mismatch.shapes.append(found.problem)
+            self._used.add(self._saved[found.source].name)
+        elif found.region is None or found.written is None:
+            self._into(found.source, found.tensor)
+        else:
+            self._want(self._saved[found.source], found.written, found.region)
 
     def _stateful(self, item: str, stateful: Any, saved: Mapping[str, Any]) -> None:
-        self._result.apply.append(lambda: stateful.load_state_dict(saved["state"]))
+        state = saved["state"]
+        if isinstance(stateful, torch.amp.GradScaler) and (not state or not stateful.is_enabled()):
+            if bool(state) is not stateful.is_enabled():  # one that is disabled has no state, and takes none
+                event(_log, logging.WARNING, "restore.state_not_used", item=item, saved_enabled=bool(state))
+            return
+        self._result.apply.append(lambda: stateful.load_state_dict(state))
+
+    def _generator(self, item: str, generator: Any, saved: Mapping[str, Any]) -> None:
+        live = generator_type(generator)
+        if saved["type"] != live:
+            self._result.mismatch.shapes.append(f"{item}: saved as {saved['type']}, live {live}")
+        elif "reseed" in saved:
+            self._result.apply.append(lambda: saved["reseed"](generator))
+        else:
+            self._result.apply.append(lambda: restore_generator(generator, saved["state"]))
 
     def _plain(self, item: str, mapping: Any, saved: Mapping[str, Any]) -> None:
         def fill() -> None:
@@ -364,6 +407,10 @@ class _Collector:
         self._used.add(layout.name)
         if tensor.numel() == 0:
             return
+        later = filled_later(layout.name, tensor)
+        if later is not None:
+            tensor, write = later
+            self._result.apply.append(write)
         self._result.wants.append(Want(layout.name, region, len(self._result.tensors)))
         self._result.tensors.append(tensor)
 
