@@ -1,7 +1,14 @@
 """Checkpointing inside a PyTorch training loop."""
 
 from ckpt_trainer_hooks.handle import SaveHandle
+from ckpt_trainer_hooks.local_state import declare_local_state
 from ckpt_trainer_hooks.manager import CheckpointManager
 from ckpt_trainer_hooks.policy import EveryNSteps, SaveDecisionPolicy
 
-__all__ = ["CheckpointManager", "EveryNSteps", "SaveDecisionPolicy", "SaveHandle"]
+__all__ = [
+    "CheckpointManager",
+    "EveryNSteps",
+    "SaveDecisionPolicy",
+    "SaveHandle",
+    "declare_local_state",
+]

@@ -167,5 +167,8 @@ def _renamed_optimizer(item: Mapping[str, Any], names: _Names) -> dict[str, Any]
     groups = [
         {**group, "params": [names.parameter(fqn) for fqn in group["params"]]} for group in item["groups"]
     ]
-    scalars = {names.parameter(fqn): found for fqn, found in item["scalars"].items()}
-    return {**item, "groups": groups, "scalars": scalars}
+    by_parameter = {
+        field: {names.parameter(fqn): found for fqn, found in item.get(field, {}).items()}
+        for field in ("scalars", "forms")
+    }
+    return {**item, "groups": groups, **by_parameter}
