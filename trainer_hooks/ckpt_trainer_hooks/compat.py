@@ -21,6 +21,7 @@ __all__ = [
     "is_wrapper_step",
     "local_tensor",
     "mesh_ranks",
+    "root_mesh",
     "strided_split_factor",
     "version_of",
 ]
@@ -50,6 +51,16 @@ def mesh_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[str, ...], list
     """Return (shape, dim names or empty, row-major global ranks) of a mesh."""
     ranks = mesh.mesh
     return tuple(ranks.shape), tuple(mesh.mesh_dim_names or ()), ranks.flatten().tolist()
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that ``mesh`` was sliced from, or ``mesh`` itself.
+
+    Private: ``DeviceMesh._get_root_mesh``; without it every mesh is its own root.
+    """
+    get = getattr(mesh, "_get_root_mesh", None)
+    root: DeviceMesh = mesh if get is None else get()
+    return root
 
 
 def strided_split_factor(placement: object) -> int | None:

@@ -20,9 +20,10 @@ from ckpt.format.layout import (
     local_region,
     right_to_left,
 )
-from ckpt_trainer_hooks.compat import as_dtensor, local_tensor, mesh_ranks, strided_split_factor
+from ckpt_trainer_hooks.compat import as_dtensor, local_tensor, mesh_ranks, root_mesh, strided_split_factor
+from ckpt_trainer_hooks.meshes import with_replicas
 
-__all__ = ["LayoutBuilder", "Placed", "dtype_name", "torch_dtype"]
+__all__ = ["LayoutBuilder", "Placed", "check_plain_class", "dtype_name", "torch_dtype"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +65,18 @@ class LayoutBuilder:
         self._rank = rank
         self._replicated = Mesh.from_ranks((world_size,), ("replica",), list(range(world_size)))
         self._alone = Mesh.from_ranks((1,), ("rank",), [rank])
-        self._meshes: dict[object, Mesh] = {}
+        self._peers: frozenset[int] = frozenset()  # unknown: no rank's tensors are replicas of another's
+        self._meshes: dict[object, tuple[Mesh, int]] = {}
         self._known: dict[str, tuple[tuple[object, ...], TensorLayout]] = {}
 
     def replicate_over(self, ranks: Sequence[int]) -> None:
-        """Count plain tensors as replicas of these ranks' (ascending) instead of all ranks'."""
+        """Count plain tensors as replicas of these ranks' (ascending) instead of all ranks'.
+
+        Also DTensors on slices of one mesh whose ranks are all among these.
+        """
         self._replicated = Mesh.from_ranks((len(ranks),), ("replica",), list(ranks))
+        self._peers = frozenset(ranks)
+        self._meshes.clear()
         self._known.clear()
 
     def place(self, name: str, tensor: torch.Tensor, *, alone: bool = False) -> Placed:
@@ -114,8 +121,9 @@ class LayoutBuilder:
         if distributed is None:
             mesh, placements = plain, (Replicate(),)
         else:
-            mesh = self._mesh(distributed.device_mesh)  # type: ignore[attr-defined]
-            placements = tuple(_placement(name, p) for p in distributed.placements)  # type: ignore[attr-defined]
+            mesh, replicas = self._mesh(distributed.device_mesh)  # type: ignore[attr-defined]
+            own = (_placement(name, p) for p in distributed.placements)  # type: ignore[attr-defined]
+            placements = (*(Replicate() for _ in range(replicas)), *own)
         layout = TensorLayout(
             name=name,
             dtype=dtype_name(local.dtype),
@@ -141,11 +149,13 @@ class LayoutBuilder:
             )
         return layout
 
-    def _mesh(self, mesh: object) -> Mesh:
+    def _mesh(self, mesh: object) -> tuple[Mesh, int]:
+        """The mesh, with as many replica dims in front as the second value says."""
         known = self._meshes.get(mesh)
         if known is None:
-            shape, names, ranks = mesh_ranks(mesh)  # type: ignore[arg-type]
-            known = self._meshes[mesh] = Mesh.from_ranks(shape, names, ranks)
+            own = Mesh.from_ranks(*mesh_ranks(mesh))  # type: ignore[arg-type]
+            root = Mesh.from_ranks(*mesh_ranks(root_mesh(mesh)))  # type: ignore[arg-type]
+            known = self._meshes[mesh] = with_replicas(own, root, self._peers)
         return known
 
 
@@ -168,6 +178,22 @@ def _check_class(name: str, local: torch.Tensor) -> None:
             "tensor is made of parts that a copy of its elements would lose; store the parts",
             tensor=name,
             type=f"{type(local).__module__}.{type(local).__qualname__}",
+        )
+
+
+def check_plain_class(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a subclass among plain values: what comes back there is a plain tensor.
+
+    Raises:
+        InvalidInputError: neither a tensor, a parameter or buffer, nor a DTensor.
+    """
+    known = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    if type(tensor) not in known and as_dtensor(tensor) is None:
+        raise InvalidInputError(
+            "tensor subclass among plain values would come back as a plain tensor; store "
+            "tensor.as_subclass(torch.Tensor), or the parts it is made of",
+            tensor=name,
+            type=f"{type(tensor).__module__}.{type(tensor).__qualname__}",
         )
 
 
