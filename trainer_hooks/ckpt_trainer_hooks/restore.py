@@ -6,14 +6,15 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from ckpt.digest import digest_hex
-from ckpt.errors import CorruptError, NotFoundError, RefusedError
+from ckpt.errors import CorruptError, InvalidInputError, NotFoundError, RefusedError
 from ckpt.events import event, get_logger
 from ckpt.format.ids import CheckpointId
 from ckpt.format.keys import run_key
-from ckpt.format.values import decode_value
+from ckpt.format.values import decode_value, encode_value
 from ckpt.ops import catalog
 from ckpt.ops.checkpoint import Checkpoint
 from ckpt.ops.fetch import FetchStats, LocalTier, fetch
@@ -25,6 +26,7 @@ from ckpt_proto.v1 import disk_pb2
 from ckpt_trainer_hooks.agree import Agreement
 from ckpt_trainer_hooks.environment import compare_environment
 from ckpt_trainer_hooks.placing import placer
+from ckpt_trainer_hooks.redistribute import Redistribute, Spread
 from ckpt_trainer_hooks.rng import derive_rng, restore_rng
 from ckpt_trainer_hooks.selection import RNG_ITEM, RestoreOptions
 from ckpt_trainer_hooks.state import TrainState
@@ -49,6 +51,7 @@ class Restorer:
         staging: of this node; its sealed segments are read first.
         pending_wait_s: how long to wait for a snapshot that is sealed on this node, newer than the latest
             commit, and about to be committed by the node's server.
+        redistribute: for per-rank items when the number of ranks has changed.
     """
 
     url: str
@@ -58,6 +61,7 @@ class Restorer:
     agreement: Agreement
     staging: StagingDir
     pending_wait_s: float
+    redistribute: Mapping[str, Redistribute] = field(default_factory=dict)
 
     def restore(self, wanted: str) -> CheckpointId | None:
         """Restore ``wanted`` ("latest", a step or an id) and return it; None where there is nothing.
@@ -128,9 +132,11 @@ class Restorer:
         started = time.perf_counter()
         with self.agreement.together("plan"):  # before the first byte is written
             checkpoint = catalog.load_checkpoint(store, ident)
-            targets, rng = self._targets(checkpoint)
+            targets, streams = self._targets(checkpoint)
         unexpected = common_to_all(self.agreement, targets.mismatch.unexpected)
+        own = self.agreement.gather("own", targets.own)
         with self.agreement.together("fit"):
+            _refuse_partial_sets(own)
             targets.mismatch.unexpected = unexpected
             targets.mismatch.raise_if_any(
                 allow_missing=self.chosen.allow_missing, allow_unexpected=self.chosen.allow_unexpected
@@ -140,7 +146,7 @@ class Restorer:
         for apply in targets.apply:
             apply()
         if self.chosen.takes_item(RNG_ITEM):
-            self._restore_rng(ident, checkpoint.manifest.world_size, rng)
+            self._restore_rng(checkpoint, streams)
         if self.agreement.rank == 0:  # it is rank 0's that was stored
             compare_environment(checkpoint.manifest.environment)
         event(
@@ -154,26 +160,46 @@ class Restorer:
             elapsed_s=time.perf_counter() - started,
         )
 
-    def _targets(self, checkpoint: Checkpoint) -> tuple[RestoreTargets, dict[str, object]]:
+    def _targets(self, checkpoint: Checkpoint) -> tuple[RestoreTargets, list[dict[str, Any]]]:
+        """What to restore, and the own values of the saved ranks whose streams this rank looks at."""
         rank, saved_world = self.agreement.rank, checkpoint.manifest.world_size
         same_world = saved_world == self.agreement.world_size
         shared = [self._index(checkpoint, part).state for part in checkpoint.manifest.state_ranks or [0]]
         own = self._index(checkpoint, rank if same_world else 0).rank_state
-        per_rank = [item for item in sorted(self.state.per_rank) if self.chosen.takes_item(item)]
-        if per_rank and not same_world:
+        spread = None if same_world else self._spread(checkpoint)
+        targets = collect_targets(
+            self.state, checkpoint.layouts, shared, own if same_world else None, self.chosen, spread
+        )
+        looked_at = [own]
+        if not same_world and self.chosen.takes_item(RNG_ITEM):  # together the ranks look at all
+            mine = range(rank, saved_world, self.agreement.world_size)
+            looked_at += [self._index(checkpoint, other).rank_state for other in mine]
+        return targets, [decode_value(value, leaf=lambda name: None) for value in looked_at]
+
+    def _spread(self, checkpoint: Checkpoint) -> Spread | None:
+        """Every saved rank's own values, where items need them; reads every segment index then."""
+        saved_world = checkpoint.manifest.world_size
+        own = [name for name in self.state.items if self.state.is_own(name) and self.chosen.takes_item(name)]
+        per_rank = [name for name in own if name in self.state.per_rank and name not in self.redistribute]
+        if per_rank:
             raise RefusedError(
-                "per-rank state cannot be spread over another number of ranks; restore without these items "
-                "(exclude them) or give them global positions",
+                "per-rank state cannot be spread over another number of ranks; give redistribute hooks for "
+                "these items, restore without them (exclude them), or give them global positions",
                 code="per-rank",
                 items=per_rank,
                 saved_ranks=saved_world,
                 ranks=self.agreement.world_size,
             )
-        targets = collect_targets(
-            self.state, checkpoint.layouts, shared, own if same_world else None, self.chosen
+        if not own:
+            return None
+        return Spread(
+            [self._index(checkpoint, rank).rank_state for rank in range(saved_world)],
+            self.redistribute,
+            rank=self.agreement.rank,
+            world_size=self.agreement.world_size,
+            stream=self.state.rng_stream,
+            step=checkpoint.ident.step,
         )
-        rng: dict[str, object] = decode_value(own, leaf=lambda name: None)["rng"]
-        return targets, rng
 
     def _index(self, checkpoint: Checkpoint, rank: int) -> disk_pb2.SegmentIndex:
         local = LocalTier(self.staging, run_key(self.url)).index(checkpoint.ident, rank)
@@ -187,20 +213,47 @@ class Restorer:
             checkpoint, plan, placer(targets.tensors), local=LocalTier(self.staging, run_key(self.url))
         )
 
-    def _restore_rng(self, ident: CheckpointId, saved_world: int, rng: dict[str, object]) -> None:
+    def _restore_rng(self, checkpoint: Checkpoint, saved: list[dict[str, Any]]) -> None:
+        saved_world, first = checkpoint.manifest.world_size, saved[0]
         if saved_world == self.agreement.world_size:
-            restore_rng(rng)
-            return
-        derive_rng(rng, self.agreement.rank)
-        if self.agreement.rank == 0:
+            is_continued = first.get("rng_stream", self.agreement.rank) == self.state.rng_stream
+        else:
+            is_continued = self._streams_were_alike(saved_world, saved)
+        told = self.agreement.gather("streams", is_continued)
+        if is_continued:
+            restore_rng(first["rng"])
+        else:
+            derive_rng(first["rng"], self.state.rng_stream, checkpoint.ident.step)
+        if self.agreement.rank == 0 and not all(told):
             event(
                 _log,
                 logging.WARNING,
                 "restore.rng_derived",
-                reason="the number of ranks changed, so streams are new: deterministic, but not continued",
-                checkpoint=ident,
+                reason="ranks or streams changed, so streams are new: deterministic, but not continued",
+                checkpoint=checkpoint.ident,
                 saved_ranks=saved_world,
                 ranks=self.agreement.world_size,
+                new_on_ranks=told.count(False),
+            )
+
+    def _streams_were_alike(self, saved_world: int, saved: list[dict[str, Any]]) -> bool:
+        """Whether all saved ranks, several, were at one place of one stream: then each rank goes on there."""
+        mine = {digest_hex(encode_value(values["rng"]).SerializeToString()) for values in saved}
+        seen = {found for told in self.agreement.gather("streams-seen", sorted(mine)) for found in told}
+        return saved_world > 1 and len(seen) == 1
+
+
+def _refuse_partial_sets(own: list[dict[str, bool]]) -> None:
+    """All or none, whatever may be missing: half a set of cursors repeats samples and skips others."""
+    for name in sorted({name for found in own for name in found}):
+        lacking = [rank for rank, found in enumerate(own) if found.get(name) is False]
+        if lacking and any(found.get(name) for found in own):
+            raise InvalidInputError(
+                "some ranks have a saved state of a per-rank item and others have none; was it saved on some "
+                "ranks only? Exclude the item, and place it yourself",
+                code="partial-set",
+                item=name,
+                lacking_ranks=lacking,
             )
 
 

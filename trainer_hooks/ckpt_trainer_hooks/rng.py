@@ -40,13 +40,13 @@ def restore_rng(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(_byte_tensor(state["cuda"]))
 
 
-def derive_rng(state: dict[str, Any], rank: int) -> None:
-    """Seed this rank's generators from another rank's saved state and the rank number.
+def derive_rng(state: dict[str, Any], stream: int, step: int = 0) -> None:
+    """Seed this rank's generators from rank 0's saved state, the number of a stream, and the step.
 
-    For a restore onto another number of ranks: deterministic and distinct per rank, but not the
+    For a restore onto another number of ranks: deterministic and distinct per stream and step, but not the
     continuation of any saved stream.
     """
-    material = state["torch"] + rank.to_bytes(8, "little")
+    material = state["torch"] + stream.to_bytes(8, "little") + step.to_bytes(8, "little")
     seed = int.from_bytes(hashlib.sha256(material).digest()[:8], "little") >> 1
     random.seed(seed)
     torch.manual_seed(seed)  # seeds every device as well
