@@ -36,7 +36,7 @@ def run(*, quick: bool, folder: Path | None) -> Report:
         plans.append(time.perf_counter() - began)
     report.add("plan of one rank", plans, note="first time; later saves keep it")
     report.add("commit", [_commit(ranks) for _ in range(3)], note="memory store; group indexes to manifest")
-    with tempfile.TemporaryDirectory(dir=folder) as root:
+    with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as root:
         _listing(report, Path(root) / "run", checkpoints)
     return report
 

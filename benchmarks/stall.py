@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from benchmarks.report import Report
+from benchmarks.training import make_training
 from ckpt_trainer_hooks import CheckpointManager
 
 __all__ = ["run"]
@@ -24,14 +24,15 @@ def run(*, quick: bool, folder: Path | None) -> Report:
     torch.set_num_threads(1)
     width, layers = (1024, 8) if quick else (1536, 12)
     repeats = 3 if quick else 7
-    model, optimizer, step = _training(width, layers)
+    training = make_training(width, layers)
+    model, optimizer, step = training.model, training.optimizer, training.step
     step()
     state = [p.detach() for p in model.parameters()]
     state += [v for s in optimizer.state.values() for v in s.values() if v.dim()]
     nbytes = sum(t.numel() * t.element_size() for t in state)
     report = Report("stall", f"one rank, {nbytes >> 20} MiB in {len(state)} tensors, 1 compute thread")
     copy = report.add("one warmed copy of the state", _copies(state, repeats), note="the limit")
-    with tempfile.TemporaryDirectory(dir=folder) as root:
+    with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as root:
         idle = _idle_steps(step, 3 * repeats)
         base = report.add("training step, idle", idle)
         for mode in ("blocking", "overlapped"):
@@ -64,20 +65,6 @@ def _measure(report, root, mode, model, optimizer, step, repeats, copy, base):  
     if mode == "overlapped":
         report.add("overlapped: later saves block", later, over=base, note="share of a step")
     report.add(f"{mode}: stall and slow-down until committed", extra, over=copy, note="file:// store")
-
-
-def _training(width: int, layers: int):  # type: ignore[no-untyped-def]
-    torch.manual_seed(0)
-    model = nn.Sequential(*(m for _ in range(layers) for m in (nn.Linear(width, width), nn.ReLU())))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    batch = torch.randn(64, width)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
-
-    return model, optimizer, step
 
 
 def _copies(state: list[torch.Tensor], repeats: int) -> list[float]:
