@@ -118,6 +118,7 @@ class Chain:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # about 50 s on two idle cores
 @pytest.mark.parametrize("first", range(0, CHAINS, TOGETHER))
 def test_latest_restores_after_a_kill_of_anything_at_any_instant(
     tmp_path: Path, zygote: Zygote, first: int
@@ -154,7 +155,7 @@ def run_chain(chain: Chain, zygote: Zygote) -> None:
 
 def live_and_die(chain: Chain, zygote: Zygote, instant: int) -> None:
     """One life: restore, compare, train, and an instant at which something is killed."""
-    (victims,) = chain.dice.choices(list(VICTIMS), VICTIMS.values())
+    (victims,) = chain.dice.choices(list(VICTIMS), list(VICTIMS.values()))
     starting = chain.dice.random() < 0.25  # sometimes while it starts, restores and claims its attempt
     delay_s = chain.dice.uniform(0.0, 0.4)
     floor = chain.floor()

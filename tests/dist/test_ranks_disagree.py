@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from ckpt.client import StagingClient
 from ckpt.errors import CkptError, CorruptError, InvalidInputError, TimeoutExceededError
@@ -85,7 +86,7 @@ def kill_rank_two(rank: int, world: int, root: Path) -> Sketch:
         os.kill(os.getpid(), signal.SIGKILL)
     poll(lambda: is_gone(pids[2]), what="rank 2 is dead")
 
-    shards = {name: bits_of(p.to_local()) for name, p in model.named_parameters() if hasattr(p, "to_local")}
+    before = local_bits(model)
     began = time.monotonic()
     handles = [manager.save(2), manager.save(3)]
     elapsed_s = time.monotonic() - began
@@ -98,13 +99,17 @@ def kill_rank_two(rank: int, world: int, root: Path) -> Sketch:
         "copied": copied,
         "committed": [handle.upload_completion.done() for handle in handles],
         "latest": manager.latest_step(),
-        "unchanged": all(
-            bits_of(p.to_local()) == shards[name] for name, p in model.named_parameters() if name in shards
-        ),
+        "unchanged": local_bits(model) == before,
     }
     began = time.monotonic()
     manager.close()
     return state | {"close_s": time.monotonic() - began}
+
+
+def local_bits(model: torch.nn.Module) -> dict[str, bytes]:
+    """This rank's part of every parameter; no collective."""
+    parameters = model.named_parameters()
+    return {name: bits_of(p.to_local() if isinstance(p, DTensor) else p) for name, p in parameters}
 
 
 def is_gone(pid: int) -> bool:
@@ -204,7 +209,7 @@ class Unstorable:
 
 def one_cannot_be_stored(rank: int, world: int, root: Path) -> Sketch:
     extra: dict[str, Any] = {"cursor": Unstorable() if rank == 1 else 5}
-    more = {"run": "unstorable", "state": {"extra": extra}, "pending_wait_s": 1.0}
+    more: dict[str, Any] = {"run": "unstorable", "state": {"extra": extra}, "pending_wait_s": 1.0}
     manager, model, optimizer = make(root, "single", world, **more)
     found: Sketch = {}
     try:
