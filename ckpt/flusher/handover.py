@@ -228,6 +228,9 @@ class Handover:
             step = self._steps.get(CheckpointId.from_proto(status.id))
         if step is None or end is None or step.end == end:
             return
+        if step.rank == min(status.group.ranks, default=step.rank):  # one of the node's ranks says it
+            for warning in status.warnings:
+                self._emit(_Event(state=_Event.STATE_WARNING, id=status.id, error=warning))
         info = status.error if status.HasField("error") else None
         if status.state == _State.STATE_ABANDONED and info is None:
             info = common_pb2.ErrorInfo(

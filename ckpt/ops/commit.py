@@ -65,12 +65,12 @@ class CommitResult:
     Attributes:
         state: COMMITTED by this call; ALREADY there; WAITING for group indexes.
         missing: groups waited for; empty where not even their number is known yet.
-        warnings: named oddities that did not stop the commit.
+        warnings: oddities that did not stop the commit, as errors that nobody raises.
     """
 
     state: CommitState
     missing: tuple[int, ...] = ()
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[CkptError, ...] = ()
 
 
 def commit_delay_s(
@@ -258,7 +258,7 @@ def _state_ranks(segments: Sequence[disk_pb2.SegmentSummary]) -> list[int]:
     return found if found != [0] else []
 
 
-def _state_warnings(groups: Sequence[GroupIndex]) -> list[str]:
+def _state_warnings(groups: Sequence[GroupIndex]) -> list[CkptError]:
     """Name replicas whose common state differs: a restore uses that of the lowest rank."""
     first: dict[bytes, bytes] = {}
     segments = (segment for group in groups for segment in group.header.segments if segment.state_digest)
@@ -271,5 +271,11 @@ def _state_warnings(groups: Sequence[GroupIndex]) -> list[str]:
         return []
     shown = ", ".join(map(str, other[:8])) + (", ..." if len(other) > 8 else "")
     return [
-        f"plain state differs between replicas, on {len(other)} ranks ({shown}); the lowest rank's counts"
+        CkptError(
+            "plain state differs between replicas; a restore uses that of the lowest rank",
+            code="state-differs",
+            checkpoint=CheckpointId.from_proto(groups[0].header.id),
+            ranks=shown,
+            total=len(other),
+        )
     ]

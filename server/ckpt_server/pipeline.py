@@ -175,7 +175,8 @@ class Pipeline:
             if turn_s <= 0.0:
                 result = try_commit(run.store, ident, environment=environment, clock=self._clock)
                 if result.state is not CommitState.WAITING:
-                    return self._committed(run, ident, won=result.state is CommitState.COMMITTED)
+                    won = result.state is CommitState.COMMITTED
+                    return self._committed(run, ident, won=won, warnings=result.warnings)
             delay_s = wait_s if turn_s <= 0.0 else min(wait_s, turn_s)
             wait_s = min(_POLL_MOST_S, wait_s * 2)
             return delay_s
@@ -187,11 +188,13 @@ class Pipeline:
             delay_s=0.0 if hosts_first else _STAND_IN_FIRST_S,
         )
 
-    def _committed(self, run: Run, ident: CheckpointId, *, won: bool) -> float | None:
+    def _committed(
+        self, run: Run, ident: CheckpointId, *, won: bool, warnings: tuple[CkptError, ...] = ()
+    ) -> float | None:
         self._staging.mark_committed(run.key, ident)
         self._progress()
         event(_log, logging.INFO, "step.committed", run=run.key, checkpoint=ident, won=won)
-        self._table.update(run.key, ident, state=_Status.STATE_COMMITTED, error=None)
+        self._table.update(run.key, ident, state=_Status.STATE_COMMITTED, error=None, warnings=warnings)
         self.retain(run, remote=won)
         return None
 

@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 
 from ckpt.format import keys
+from ckpt.format.ids import CheckpointId
 from ckpt.format.segment import CHUNK_NBYTES
 from ckpt.storage.staging import RunConfig, StagingDir
 from ckpt_proto.v1 import flusher_pb2
 from tests.support.flushing import WAIT_S, Watched, stop, wait_for
-from tests.support.snapshots import make_snapshot
+from tests.support.sealing import make_world, seal, segment_bytes
+from tests.support.snapshots import Snapshot, make_snapshot
 
 State = flusher_pb2.FlusherEvent
 ROOT = Path(__file__).parents[2]
@@ -121,3 +123,27 @@ def test_bytes_go_on_where_a_killed_server_left_off(run: Run, tmp_path: Path) ->
             ended = watched.next(State.STATE_COMMITTED, State.STATE_FAILED)
         assert ended.state == State.STATE_COMMITTED
         assert elsewhere.segment_path(run.key, snapshot.ident, 0).read_bytes() == snapshot.image
+
+
+def test_what_the_commit_found_odd_reaches_the_trainer_of_one_rank(run: Run, tmp_path: Path) -> None:
+    world, ident = make_world(), CheckpointId(1, 1)
+    elsewhere = StagingDir(tmp_path / "elsewhere").ensure()
+    seal(elsewhere, run.key, ident, world, 0, state={"epoch": 1})
+    index = elsewhere.read_index(run.key, ident, 0)
+    index.ClearField("chunks")
+    snapshot = Snapshot(
+        image=segment_bytes(world, 0)[0],
+        index=index,
+        layout=world.layouts.encode(),
+        layout_digest=world.layouts.digest,
+    )
+    seal(run.staging, run.key, ident, world, 1, state={"epoch": 2})
+    with serving(run.staging), flushing(run, run.staging) as watched:
+        watched.seal(snapshot)
+        seen = []
+        while not seen or seen[-1].state not in (State.STATE_COMMITTED, State.STATE_FAILED):
+            seen.append(watched.next(State.STATE_WARNING, State.STATE_COMMITTED, State.STATE_FAILED))
+    warning, committed = seen[-2:]
+    assert committed.state == State.STATE_COMMITTED
+    assert (warning.error.code, warning.error.context["ranks"]) == ("state-differs", "1")
+    assert warning.error.context["checkpoint"] == str(ident)

@@ -12,6 +12,7 @@ from ckpt.digest import digest
 from ckpt.format.ids import CheckpointId
 from ckpt.format.layout import LayoutSet, Mesh, Shard, TensorLayout
 from ckpt.format.segment import CHUNK_NBYTES
+from ckpt.format.values import encode_value
 from ckpt.plan.save import plan_save
 from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import common_pb2, disk_pb2
@@ -79,8 +80,9 @@ def seal(
     rank: int,
     *,
     parent: CheckpointId | None = None,
+    state: object = None,
 ) -> None:
-    """Seal the segment of ``rank``: bytes, layout, then the index."""
+    """Seal the segment of ``rank``: bytes, layout, then the index; ``state`` is its plain state, if any."""
     image, entries = segment_bytes(world, rank)
     number = next(i for i, ranks in enumerate(world.groups) if rank in ranks)
     chunks = [image[start : start + CHUNK_NBYTES] for start in range(0, len(image), CHUNK_NBYTES)]
@@ -101,6 +103,8 @@ def seal(
     )
     if parent is not None:
         index.parent.CopyFrom(parent.to_proto())
+    if state is not None:
+        index.state.CopyFrom(encode_value(state))
     staging.make_checkpoint_dir(run_key, ident)
     staging.segment_path(run_key, ident, rank).write_bytes(image)
     staging.write_layout(run_key, world.layouts.digest, world.layouts.encode())

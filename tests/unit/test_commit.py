@@ -268,7 +268,8 @@ def test_common_state_that_differs_between_ranks_is_named() -> None:
     store = memory_store()
     build_checkpoint(store, 10, world_size=4, state_of=lambda rank: {"lr": rank == 2}, commit=False)
     (warning,) = try_commit(store, IDENT).warnings
-    assert "1 ranks (2)" in warning
+    assert warning.code == "state-differs"
+    assert (warning.context["ranks"], warning.context["total"]) == ("2", 1)
 
 
 def test_borrowed_chunks_of_a_checkpoint_that_is_gone_block_the_commit() -> None:
