@@ -39,8 +39,7 @@ def to_numbers(values: NDArray[Any], dtype: str) -> NDArray[Any]:
         halves = np.ascontiguousarray(values).reshape(-1).view(np.float16).reshape(*values.shape, 2)
         return halves.astype(np.float32).view(np.complex64)[..., 0]
     if dtype == "float4_e2m1fn_x2":
-        halves = np.stack([values & np.uint8(15), values >> np.uint8(4)], axis=-1)
-        return np.take(_table(dtype), halves)
+        return np.take(_table(dtype), np.stack([values & np.uint8(15), values >> np.uint8(4)], axis=-1))
     if dtype.startswith("float8_"):
         return np.take(_table(dtype), values)
     if dtype.startswith("int") and values.dtype == np.uint8:

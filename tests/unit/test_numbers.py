@@ -32,9 +32,8 @@ def test_every_bfloat16_is_the_float32_that_torch_makes_of_it() -> None:
 
 
 def test_complex_of_halves_and_packed_halves_of_bytes() -> None:
-    halves = torch.tensor([[1.5 + 2j, -0.25 - 8j]], dtype=torch.complex32)
-    bits = halves.view(torch.uint16).numpy().view(np.uint32)
-    assert np.array_equal(to_numbers(bits, "complex32"), halves.to(torch.complex64).numpy())
+    bits = np.array([[1.5, 2.0, -0.25, -8.0]], np.float16).view(np.uint32)
+    assert to_numbers(bits, "complex32").tolist() == [[1.5 + 2j, -0.25 - 8j]]
     values = to_numbers(np.array([0x10, 0x7F, 0x98], np.uint8), "float4_e2m1fn_x2")
     assert values.tolist() == [[0.0, 0.5], [-6.0, 6.0], [-0.0, -0.5]]
     assert np.signbit(values[2, 0])

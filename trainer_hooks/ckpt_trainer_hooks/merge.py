@@ -1,33 +1,5 @@
-"""Plain values of several ranks put together: pipeline stages and expert groups each have a part."""
+"""Plain values of several ranks put together; the rule is the format's, so it is kept there."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
-
-from ckpt_trainer_hooks.state import ItemKind
+from ckpt.format.states import merge_values
 
 __all__ = ["merge_values"]
-
-
-def merge_values(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the union of decoded SegmentIndex.state trees (see ckpt_trainer_hooks.state).
-
-    Modules and optimizers are united by name. Of anything else, and of what two parts say differently, the
-    first part's counts: stateful objects and plain values must be the same on every rank, or be declared per
-    rank.
-    """
-    merged: dict[str, Any] = {"items": {}, "aliases": {}}
-    for part in parts:
-        merged["aliases"] = {**part["aliases"], **merged["aliases"]}
-        for name, item in part["items"].items():
-            known = merged["items"].get(name)
-            if known is None:
-                merged["items"][name] = dict(item)
-            elif known["kind"] == item["kind"] == ItemKind.MODULE:
-                known["extra"] = {**item["extra"], **known["extra"]}
-            elif known["kind"] == item["kind"] == ItemKind.OPTIMIZER:
-                known["groups"] = [*known["groups"], *item["groups"]]
-                known["scalars"] = {**item["scalars"], **known["scalars"]}
-                known["common"] = {**item["common"], **known["common"]}
-    return merged
