@@ -78,6 +78,7 @@ def _step(step: staging_pb2.StepStatus) -> dict[str, Any]:
         "uploaded_nbytes": step.uploaded_bytes,
         "nbytes": step.total_bytes,
         "error": problem_of(error_from_info(step.error)) if step.HasField("error") else None,
+        "warnings": [problem_of(error_from_info(warning)) for warning in step.warnings],
     }
 
 
@@ -113,6 +114,8 @@ def _print(target: str, status: staging_pb2.StatusResponse) -> None:
     for step in steps:
         if step["error"] is not None:
             print_line(f"{step['checkpoint']}: {step['error']}", "red")
+        for warning in step["warnings"]:
+            print_line(f"{step['checkpoint']}: {warning}", "yellow")
     kind = "embedded server" if status.embedded else "server"
     pending = status.oldest_pending_s
     waiting = f"oldest pending for {human_seconds(pending)}" if pending else "nothing pending"

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 
 from ckpt.events import event, get_logger
+from ckpt.storage.logfile import open_log
 from ckpt.storage.staging import StagingDir, os_errors
 
 __all__ = ["start_embedded_server"]
@@ -36,7 +37,7 @@ def start_embedded_server(staging: StagingDir, *, trainer_pid: int, environment:
             _children.remove(child)
     command = [sys.executable, "-P", "-m", "ckpt_server", "--staging", str(staging.path), "--embedded"]
     log = staging.path / "server.log"
-    with os_errors("the staging server cannot be started", staging=staging.path), log.open("ab") as output:
+    with os_errors("the staging server cannot be started", staging=staging.path), open_log(log) as output:
         child = subprocess.Popen(
             [*command, "--trainer-pid", str(trainer_pid)],
             stdin=subprocess.DEVNULL,

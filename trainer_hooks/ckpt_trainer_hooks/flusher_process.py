@@ -22,6 +22,7 @@ from google.protobuf.message import DecodeError
 
 from ckpt.errors import InvalidInputError, UnavailableError
 from ckpt.events import event, get_logger
+from ckpt.storage.logfile import open_log
 from ckpt.storage.staging import StagingDir, os_errors
 from ckpt_proto.v1 import flusher_pb2
 from ckpt_trainer_hooks.arena import Arena
@@ -251,7 +252,7 @@ def _start(
     with os_errors("the flusher cannot be started", staging=staging.path):
         staging.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Not the trainer's stdout or stderr: launchers wait until the last holder of the pipe is gone.
-        with (staging.path / "flusher.log").open("ab") as log:
+        with open_log(staging.path / "flusher.log") as log:
             own = ["--control-fd", str(theirs.fileno()), "--trainer-pid", str(os.getpid())]
             return subprocess.Popen(
                 [sys.executable, "-P", "-m", "ckpt.flusher", *own, *options],
