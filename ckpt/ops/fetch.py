@@ -8,6 +8,7 @@ does the read fail.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -75,23 +76,20 @@ class LocalTier:
             event(_log, logging.WARNING, "fetch.local_index_bad", checkpoint=ident, rank=rank, error=error)
             return None
 
-    def read(self, ident: CheckpointId, rank: int, start: int, nbytes: int) -> memoryview:
-        """Return bytes of the sealed segment. Raises CkptError where they cannot be read."""
+    def read_into(self, buffer: memoryview, ident: CheckpointId, rank: int, start: int) -> None:
+        """Fill ``buffer`` from the sealed segment. Raises CkptError where the bytes cannot be read."""
         path = self._staging.segment_path(self._run_key, ident, rank)
-        data = bytearray(nbytes)
         try:
             with path.open("rb", buffering=0) as file:
-                file.seek(start)
-                count = file.readinto(data)
+                count = os.preadv(file.fileno(), [buffer], start)
         except FileNotFoundError as error:
             raise NotFoundError("local segment is gone", path=path) from error
         except OSError as error:
             raise UnavailableError(
                 "local segment cannot be read", path=path, reason=error.strerror
             ) from error
-        if count != nbytes:
+        if count != len(buffer):
             raise CorruptError("local segment is cut short", path=path, start=start, nbytes=count)
-        return memoryview(data)
 
 
 class _Segment:
@@ -105,10 +103,15 @@ class _Segment:
         self._is_local = found is not None
         self.index = found if found is not None else checkpoint.segment_index(rank)
 
-    def chunk(self, number: int, stats: FetchStats, lock: threading.Lock) -> Buffer:
-        """Return the raw bytes of a chunk, verified. Raises CorruptError when no copy is good."""
+    def chunk(
+        self, number: int, stats: FetchStats, lock: threading.Lock, scratch: memoryview | None = None
+    ) -> Buffer:
+        """Return the raw bytes of a chunk, verified. Raises CorruptError when no copy is good.
+
+        They may be in ``scratch`` (of at least a chunk), which must then not be used again before they are.
+        """
         if self._is_local:
-            data = self._read_local(number)
+            data = self._read_local(number, scratch)
             with lock:
                 if data is not None:
                     stats.local_nbytes += len(data)
@@ -130,11 +133,12 @@ class _Segment:
         self._check(raw, index, number, where=place.object_key)
         return raw
 
-    def _read_local(self, number: int) -> Buffer | None:
+    def _read_local(self, number: int, scratch: memoryview | None) -> Buffer | None:
         assert self._local is not None
         start, stop = chunk_range(number, self.index.nbytes, self.index.chunks.chunk_nbytes)
         try:
-            data = self._local.read(self._checkpoint.ident, self._rank, start, stop - start)
+            data = scratch[: stop - start] if scratch is not None else memoryview(bytearray(stop - start))
+            self._local.read_into(data, self._checkpoint.ident, self._rank, start)
             self._check(data, self.index, number, where="the staging directory")
             return data
         except CkptError as error:
@@ -180,11 +184,20 @@ def fetch(
     lock = threading.Lock()
     stop = threading.Event()
 
+    own = threading.local()
+
+    def scratch_of(nbytes: int) -> memoryview:
+        # Read again and again into the same pages: fresh memory costs a page fault per 4 KiB.
+        if getattr(own, "scratch", None) is None or len(own.scratch) < nbytes:
+            own.scratch = memoryview(bytearray(nbytes))
+        found: memoryview = own.scratch
+        return found
+
     def read_one(segment: _Segment, number: int, copies: Sequence[ChunkCopy]) -> None:
         if stop.is_set():
             return
         try:
-            data = segment.chunk(number, stats, lock)
+            data = segment.chunk(number, stats, lock, scratch_of(segment.index.chunks.chunk_nbytes))
             for copy in copies:
                 place(copy, data)
         except BaseException:
