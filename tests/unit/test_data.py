@@ -163,17 +163,22 @@ def _seed() -> None:
     torch.manual_seed(1)
 
 
-def _torchdata(workers: int) -> Any:
-    generator = torch.Generator().manual_seed(2)
+def _torchdata(workers: int, generator: torch.Generator | None) -> Any:
     return StatefulDataLoader(
         range(LENGTH),  # type: ignore[arg-type]
         batch_size=3,
         shuffle=True,
         num_workers=workers,
-        sampler=None,
-        drop_last=False,
-        generator=None if workers else generator,
+        generator=generator,
     )
+
+
+def _torchdata_items(workers: int, seed: int) -> dict[str, Any]:
+    """Without workers the loader has a generator of its own, which is then state too."""
+    if workers:
+        return {"dataloader": _torchdata(workers, None)}
+    generator = torch.Generator().manual_seed(seed)
+    return {"dataloader": _torchdata(workers, generator), "order": generator}
 
 
 def _follow(loader: Any, steps: int) -> list[tuple[list[int], float]]:
@@ -192,19 +197,67 @@ def _follow(loader: Any, steps: int) -> list[tuple[list[int], float]]:
 @pytest.mark.parametrize("before", [0, 1, 7, 18])
 def test_torchdata_loader_resumes_exactly_and_shifts_no_random_stream(workers: int, before: int) -> None:
     _seed()
-    loader = _torchdata(workers)
+    items = _torchdata_items(workers, 2)
+    loader = items["dataloader"]
     iterator = iter(loader) if before else None
     for _ in range(before):
         next(iterator)  # type: ignore[arg-type]
         torch.rand(())
-    taken = take(train_state(per_rank=("dataloader",), dataloader=loader))
+    taken = take(train_state(per_rank=("dataloader",), **items))
     expected: list[tuple[list[int], float]] = []
     rest = iterator if iterator is not None else loader
     expected += [(batch.tolist(), torch.rand(()).item()) for batch in rest]
     expected += _follow(loader, 5)
 
     torch.manual_seed(77)
-    again = _torchdata(workers)
-    put_back(taken, train_state(per_rank=("dataloader",), dataloader=again))
+    again = _torchdata_items(workers, 9)
+    put_back(taken, train_state(per_rank=("dataloader",), **again))
     put_back_rng(taken)
-    assert _follow(again, len(expected)) == expected
+    assert _follow(again["dataloader"], len(expected)) == expected
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_generator_of_a_loader_that_is_not_registered_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    items = _torchdata_items(0, 2)
+    train_state(**items)
+    assert "state.loader_generator" not in caplog.text
+    del items["order"]
+    train_state(**items)
+    assert "state.loader_generator" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda seed: torch.Generator().manual_seed(seed),
+        random.Random,
+        np.random.default_rng,
+        lambda seed: np.random.Generator(np.random.MT19937(seed)),
+        lambda seed: np.random.Generator(np.random.Philox(seed)),
+        lambda seed: np.random.Generator(np.random.SFC64(seed)),
+        np.random.RandomState,
+    ],
+    ids=["torch", "python", "pcg64", "mt19937", "philox", "sfc64", "legacy"],
+)
+def test_I103_generators_the_user_holds_go_on_where_they_were(make: Any) -> None:
+    saved = make(1)
+    _draw(saved)
+    taken = take(train_state(generator=saved))
+    expected = [_draw(saved) for _ in range(10)]
+    live = make(2)
+    put_back(taken, train_state(generator=live))
+    assert [_draw(live) for _ in range(10)] == expected
+
+
+def _draw(generator: Any) -> float:
+    if isinstance(generator, torch.Generator):
+        return torch.randn((), generator=generator).item()
+    return float(generator.gauss(0, 1) if isinstance(generator, random.Random) else generator.normal())
+
+
+def test_state_of_another_kind_of_generator_is_refused() -> None:
+    taken = take(train_state(generator=np.random.default_rng(1)))
+    with pytest.raises(InvalidInputError) as caught:
+        put_back(taken, train_state(generator=torch.Generator()))
+    assert "numpy:PCG64" in str(caught.value)
+    assert "torch:cpu" in str(caught.value)

@@ -13,7 +13,8 @@ rank gets next follows from it by arithmetic.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sized
+import logging
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -22,9 +23,12 @@ from torch.utils.data import DataLoader, Sampler
 
 from ckpt.digest import digest_hex
 from ckpt.errors import InvalidInputError
+from ckpt.events import event, get_logger
 from ckpt_trainer_hooks.options import check_choice
 
-__all__ = ["ResumableLoader", "ResumableSampler", "Tail", "mixed_seed", "settle_loader"]
+__all__ = ["ResumableLoader", "ResumableSampler", "Tail", "mixed_seed", "settle_loader", "warn_of_generators"]
+
+_log = get_logger("data")
 
 Tail = Literal["drop", "pad", "carry"]
 
@@ -295,7 +299,24 @@ def settle_loader(loader: object) -> None:
     Done before the streams are captured, and again after a state is loaded and before they are put back, the
     draw is made once in either run; the next ``for`` takes the iterator that is there.
     """
-    if getattr(loader, "_iterator", None) is None and any(
-        cls.__name__ == "StatefulDataLoader" for cls in type(loader).__mro__
-    ):
+    if getattr(loader, "_iterator", None) is None and _is_torchdata(loader):
         loader.state_dict()  # type: ignore[attr-defined]  # the only public way to build it
+
+
+def warn_of_generators(items: Mapping[str, object]) -> None:
+    """Warn of loaders with a generator that is not an item: it makes the order of later epochs."""
+    for name, item in items.items():
+        generator = getattr(item, "generator", None) if _is_torchdata(item) else None
+        if generator is not None and not any(other is generator for other in items.values()):
+            event(
+                _log,
+                logging.WARNING,
+                "state.loader_generator",
+                item=name,
+                reason="the loader does not save the generator it was given, and draws the order of each "
+                "epoch from it; register the generator as an item of the state",
+            )
+
+
+def _is_torchdata(loader: object) -> bool:
+    return any(cls.__name__ == "StatefulDataLoader" for cls in type(loader).__mro__)

@@ -31,7 +31,7 @@ from ckpt.errors import InvalidInputError
 from ckpt.format.values import encode_value
 from ckpt_proto.v1 import common_pb2
 from ckpt_trainer_hooks.collector import collector_paused
-from ckpt_trainer_hooks.data import settle_loader
+from ckpt_trainer_hooks.data import settle_loader, warn_of_generators
 from ckpt_trainer_hooks.generators import capture_generator, generator_type, is_same_state
 from ckpt_trainer_hooks.layout import LayoutBuilder, Placed, check_plain_class
 from ckpt_trainer_hooks.names import canonical_names, owned_tensors, parameter_names
@@ -126,6 +126,7 @@ class TrainState:
             if self.kinds[name] in (ItemKind.MODULE, ItemKind.OPTIMIZER):
                 raise InvalidInputError("modules and optimizers cannot be declared per rank", item=name)
         check_optimizers(self.optimizers)
+        warn_of_generators(self.items)
         self.builder = builder
         self.rank = rank
         self.rng_stream = rank if rng_stream is None else rng_stream
