@@ -186,6 +186,17 @@ class Repository:
             [decode_value(opened.segment_index(rank).state, leaf=TensorName) for rank in ranks]
         )
 
+    def aliases(self, checkpoint: str | int | CheckpointId = "latest") -> dict[str, str]:
+        """Return the names of tied tensors that are stored under another name, with that name."""
+        opened = self.open(checkpoint)
+        found: dict[str, str] = {}
+        for rank in opened.manifest.state_ranks or [0]:
+            mapping = opened.segment_index(rank).state.mapping
+            for key, value in zip(mapping.keys, mapping.values, strict=True):
+                if key.text == "aliases":  # the rest may hold types that are not registered here
+                    found |= decode_value(value)
+        return found
+
     def rank_values(self, rank: int, checkpoint: str | int | CheckpointId = "latest") -> dict[str, Any]:
         """Return the plain state of one rank alone: loaders, random numbers. Raises as :meth:`values`."""
         found: dict[str, Any] = decode_value(

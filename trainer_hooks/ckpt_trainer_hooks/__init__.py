@@ -1,6 +1,7 @@
 """Checkpointing inside a PyTorch training loop."""
 
 from ckpt_trainer_hooks.handle import SaveHandle
+from ckpt_trainer_hooks.loading import load, load_into
 from ckpt_trainer_hooks.local_state import declare_local_state
 from ckpt_trainer_hooks.manager import CheckpointManager
 from ckpt_trainer_hooks.policy import EveryNSteps, SaveDecisionPolicy
@@ -11,4 +12,6 @@ __all__ = [
     "SaveDecisionPolicy",
     "SaveHandle",
     "declare_local_state",
+    "load",
+    "load_into",
 ]
