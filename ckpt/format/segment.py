@@ -123,7 +123,12 @@ def _pad(entries: dict[str, object]) -> bytes:
         raise InvalidInputError("a tensor name is not valid Unicode", code="segment") from error
     total = -(-(_LENGTH.size + len(text)) // DATA_ALIGN) * DATA_ALIGN
     if total - _LENGTH.size > MAX_HEADER_NBYTES:
-        raise InvalidInputError("too many tensors for one segment", code="segment", nbytes=total)
+        raise InvalidInputError(
+            "names of the tensors of one rank are longer than a safetensors header may be",
+            code="segment",
+            nbytes=total,
+            limit=MAX_HEADER_NBYTES,
+        )
     return _LENGTH.pack(total - _LENGTH.size) + text.ljust(total - _LENGTH.size)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["copy_elements", "movable"]
+__all__ = ["copy_elements", "movable", "zeros"]
 
 # Copied as they are by every device's kernel, bit by bit, conjugate and negative views resolved.
 _ORDINARY = frozenset(
@@ -36,6 +36,13 @@ def movable(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype in _ORDINARY:
         return tensor
     return tensor.view(_STAND_INS[tensor.dtype.itemsize])
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """``torch.zeros`` on the CPU, also of dtypes that torch cannot fill."""
+    if dtype in _ORDINARY:
+        return torch.zeros(shape, dtype=dtype)
+    return torch.zeros(shape, dtype=_STAND_INS[dtype.itemsize]).view(dtype)
 
 
 def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -20,6 +20,7 @@ from ckpt.plan.read import Want
 from ckpt_proto.v1 import common_pb2
 from ckpt_trainer_hooks.compat import as_dtensor, local_tensor
 from ckpt_trainer_hooks.data import settle_loader
+from ckpt_trainer_hooks.elements import zeros
 from ckpt_trainer_hooks.generators import generator_type, restore_generator
 from ckpt_trainer_hooks.indirect import filled_later
 from ckpt_trainer_hooks.layout import dtype_name, torch_dtype
@@ -358,7 +359,7 @@ class _Collector:
         layout = self._stored.get(name)
         if layout is None:
             raise InvalidInputError("the checkpoint's values name a tensor that it lacks", tensor=name)
-        tensor = torch.zeros(layout.global_shape, dtype=torch_dtype(layout.dtype))
+        tensor = zeros(layout.global_shape, torch_dtype(layout.dtype))
         self._want(layout, tensor, Region.whole(layout.global_shape))
         self._leaves[name] = tensor
         return tensor
