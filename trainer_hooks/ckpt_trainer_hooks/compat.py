@@ -5,6 +5,7 @@ Each function says what is relied on, so that a new torch release is checked in 
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "as_dtensor",
     "default_store",
+    "inside_pipeline_schedule",
     "is_wrapper_step",
     "local_tensor",
     "mesh_ranks",
@@ -25,6 +27,8 @@ __all__ = [
     "strided_split_factor",
     "version_of",
 ]
+
+_SCHEDULES = "torch.distributed.pipelining.schedules"
 
 
 def as_dtensor(tensor: torch.Tensor) -> DTensor | None:
@@ -87,6 +91,21 @@ def default_store() -> Store:
 
     store: Store = distributed_c10d._get_default_store()
     return store
+
+
+def inside_pipeline_schedule() -> bool:
+    """Whether a schedule of ``torch.distributed.pipelining`` is running further up this thread's stack.
+
+    Not seen: a hook that autograd calls on a thread of its own (backward on CUDA).
+    """
+    if _SCHEDULES not in sys.modules:
+        return False
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_globals.get("__name__") == _SCHEDULES:
+            return True
+    return False
 
 
 def is_wrapper_step(module: torch.nn.Module, child: str) -> bool:

@@ -28,6 +28,7 @@ from ckpt.ops import catalog
 from ckpt.storage.open import open_store
 from ckpt.storage.staging import StagingDir, default_staging_path
 from ckpt_trainer_hooks.agree import Agreement
+from ckpt_trainer_hooks.compat import inside_pipeline_schedule
 from ckpt_trainer_hooks.flusher_process import python_path
 from ckpt_trainer_hooks.handle import SaveHandle
 from ckpt_trainer_hooks.layout import LayoutBuilder
@@ -59,7 +60,8 @@ class CheckpointManager:
 
     Args:
         url: of the run, whose last component is its name: ``s3://bucket/llama-8b``, or a path.
-        model: a module, wrapped or not (DDP, FSDP2, TP, compile).
+        model: a module, wrapped or not (DDP, FSDP2, TP, compile); or the chunks of a model that this rank has
+            (interleaved pipeline stages) as a list, each with the parameter names of the whole model.
         optimizer: over the model's parameters. Several as a list or mapping (Muon and AdamW): they become the
             items ``optimizer_0``, ``optimizer_1``, ... or ``optimizer_<key>``.
         lr_scheduler: anything with state_dict and load_state_dict; several likewise.
@@ -96,7 +98,7 @@ class CheckpointManager:
         self,
         url: str | os.PathLike[str],
         *,
-        model: torch.nn.Module | None = None,
+        model: torch.nn.Module | Sequence[torch.nn.Module] | None = None,
         optimizer: torch.optim.Optimizer
         | Sequence[torch.optim.Optimizer]
         | Mapping[str, torch.optim.Optimizer]
@@ -374,6 +376,11 @@ class CheckpointManager:
                 "call restore() before the first save, also for a fresh run: it gives this start of the run "
                 "its number, and keeps it from beginning over existing checkpoints by accident",
                 code="not-started",
+            )
+        if inside_pipeline_schedule():
+            raise InvalidInputError(
+                "a save from inside a pipeline schedule would hold a part of a step; save after its step()",
+                code="inside-schedule",
             )
         ident = CheckpointId(step, self._attempt)
         self._pipeline.wait_until_captured()

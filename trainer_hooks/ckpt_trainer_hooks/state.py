@@ -30,6 +30,7 @@ from ckpt.digest import digest_hex
 from ckpt.errors import InvalidInputError
 from ckpt.format.values import encode_value
 from ckpt_proto.v1 import common_pb2
+from ckpt_trainer_hooks.chunks import as_one_module
 from ckpt_trainer_hooks.collector import collector_paused
 from ckpt_trainer_hooks.data import settle_loader, warn_of_generators
 from ckpt_trainer_hooks.generators import capture_generator, generator_type, is_same_state
@@ -89,8 +90,9 @@ class TrainState:
     """The objects of a run by item name.
 
     Args:
-        items: modules, optimizers, objects with state_dict/load_state_dict, mutable mappings of plain
-            values, or random-number generators. None values are left out.
+        items: modules (or lists of modules: chunks of one model), optimizers, objects with
+            state_dict/load_state_dict, mutable mappings of plain values, or random-number generators. None
+            values are left out.
         builder: of this rank.
         rank: global rank of this process.
         per_rank: names of items whose state differs from rank to rank (data loaders). Generators always do;
@@ -111,7 +113,9 @@ class TrainState:
         per_rank: Collection[str] = (),
         rng_stream: int | None = None,
     ) -> None:
-        self.items: dict[str, Any] = {name: item for name, item in items.items() if item is not None}
+        self.items: dict[str, Any] = {
+            name: as_one_module(name, item) for name, item in items.items() if item is not None
+        }
         if not self.items:
             raise InvalidInputError("nothing to checkpoint: pass at least a model")
         self.kinds = {name: _kind(name, item) for name, item in self.items.items()}
