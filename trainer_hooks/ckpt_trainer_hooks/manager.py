@@ -35,6 +35,7 @@ from ckpt_trainer_hooks.layout import LayoutBuilder
 from ckpt_trainer_hooks.options import audit_interval, check_choice, merged_items, run_config
 from ckpt_trainer_hooks.pipeline import Origin, SavePipeline
 from ckpt_trainer_hooks.policy import EveryNSteps, SaveDecisionPolicy
+from ckpt_trainer_hooks.redistribute import Redistribute, check_hooks
 from ckpt_trainer_hooks.restore import Restorer
 from ckpt_trainer_hooks.selection import Rename, RestoreOptions
 from ckpt_trainer_hooks.session import (
@@ -69,6 +70,12 @@ class CheckpointManager:
         state: more items by name: modules, optimizers, stateful objects, or mutable mappings of plain values
             (restored in place).
         per_rank: items whose state differs from rank to rank.
+        redistribute: for a restore of per-rank items onto another number of ranks, which is refused without:
+            ``{"dataloader": fn}``, where ``fn(states, rank, world_size)`` gets the states of all saved ranks,
+            in their order, and returns the one to load on this rank.
+        rng_stream: number of this rank's random-number streams. Ranks that must draw alike (tensor-parallel
+            ones, say) have one number; it counts where streams are made anew, after a change of the number
+            of ranks. Default: the rank.
         save_interval_steps: :meth:`step` saves when the number of completed steps is a multiple; 0 never.
         save_decision_policy: instead of the interval.
         keep_last: newest checkpoints kept in the store; None keeps all.
@@ -107,6 +114,8 @@ class CheckpointManager:
         dataloader: Any = None,
         state: Mapping[str, Any] | None = None,
         per_rank: Collection[str] = ("dataloader",),
+        redistribute: Mapping[str, Redistribute] | None = None,
+        rng_stream: int | None = None,
         save_interval_steps: int = 0,
         save_decision_policy: SaveDecisionPolicy | None = None,
         keep_last: int | None = None,
@@ -136,7 +145,11 @@ class CheckpointManager:
             **named_items("lr_scheduler", lr_scheduler),
             "dataloader": dataloader,
         }
-        self._state = TrainState(merged_items(items, state or {}), builder, rank=rank, per_rank=per_rank)
+        self._state = TrainState(
+            merged_items(items, state or {}), builder, rank=rank, per_rank=per_rank, rng_stream=rng_stream
+        )
+        self._redistribute = dict(redistribute or {})
+        check_hooks(self._redistribute, self._state)
         self._policy = save_decision_policy or EveryNSteps(save_interval_steps)
         self._overlapped = mode == "overlapped" or (mode == "auto" and bool(self._state.optimizers))
         if self._overlapped and not self._state.optimizers:
@@ -235,6 +248,7 @@ class CheckpointManager:
                 agreement=self._agreement,
                 staging=self._staging,
                 pending_wait_s=self._pending_wait_s,
+                redistribute=self._redistribute,
             ).restore(str(step))
         self._begin_attempt(found)
         self._optimizer_steps = 0
