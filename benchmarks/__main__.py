@@ -6,9 +6,15 @@ import argparse
 import warnings
 from pathlib import Path
 
-from benchmarks import durable, restore, scale, stall
+from benchmarks import durable, restore, scale, stall, tiny
 
-BENCHMARKS = {"stall": stall.run, "durable": durable.run, "restore": restore.run, "scale": scale.run}
+BENCHMARKS = {
+    "stall": stall.run,
+    "tiny": tiny.run,
+    "durable": durable.run,
+    "restore": restore.run,
+    "scale": scale.run,
+}
 
 
 def main() -> None:
