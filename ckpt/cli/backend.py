@@ -14,15 +14,18 @@ from ckpt.errors import CkptError, InvalidInputError
 
 if TYPE_CHECKING:
     from ckpt.cli.options import ServerOptions, StoreOptions
-    from ckpt.cli.records import Details, Listing, Policy, PrunePlan, RunRow, Shown, Verified
+    from ckpt.cli.records import Details, Listing, Policy, PrunePlan, RunRow, Shown, Sweep, Verified
 
-__all__ = ["Backend", "OnBytes", "OnDeleted", "absolute_url", "open_backend", "read_token"]
+__all__ = ["Backend", "OnBytes", "OnDeleted", "OnSwept", "absolute_url", "open_backend", "read_token"]
 
 OnBytes: TypeAlias = Callable[[int, int], None]
 """Called with (bytes checked, bytes in all)."""
 
 OnDeleted: TypeAlias = Callable[[int], None]
 """Called with the number of checkpoints that were deleted since the last call."""
+
+OnSwept: TypeAlias = Callable[[int], None]
+"""Called with the number of objects that were deleted since the last call."""
 
 
 class Backend(Protocol):
@@ -54,6 +57,10 @@ class Backend(Protocol):
 
     def prune(self, url: str, plan: PrunePlan, on_deleted: OnDeleted) -> int:
         """Delete exactly what ``plan`` condemns; returns how many objects went. Raises RefusedError."""
+        ...
+
+    def sweep(self, url: str, *, older_than_s: float, dry_run: bool, force: bool, on_swept: OnSwept) -> Sweep:
+        """Delete what never came to be a checkpoint. Raises InvalidInputError for a grace under an hour."""
         ...
 
     def pin(self, url: str, checkpoint: str, *, pinned: bool) -> str:

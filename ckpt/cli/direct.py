@@ -8,14 +8,25 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from ckpt.cli.backend import OnBytes, OnDeleted
+from ckpt.cli.backend import OnBytes, OnDeleted, OnSwept
 from ckpt.cli.describe import describe, details_of, problem_of
-from ckpt.cli.records import Details, Listing, Policy, PrunePlan, Row, RunRow, Shown, VerdictRow, Verified
+from ckpt.cli.records import (
+    Details,
+    Listing,
+    Policy,
+    PrunePlan,
+    Row,
+    RunRow,
+    Shown,
+    Sweep,
+    SweptRow,
+    VerdictRow,
+    Verified,
+)
 from ckpt.errors import CkptError, CorruptError, NotFoundError
 from ckpt.events import get_logger
 from ckpt.format import keys
 from ckpt.format.ids import CheckpointId, split_run_url
-from ckpt.ops.attempts import newest_attempt
 from ckpt.ops.catalog import (
     CheckpointInfo,
     latest,
@@ -23,6 +34,7 @@ from ckpt.ops.catalog import (
     list_runs,
     load_checkpoint,
     read_manifest,
+    require_run,
     resolve,
 )
 from ckpt.ops.pins import is_pinned, list_pins, pin, unpin
@@ -57,8 +69,8 @@ class DirectBackend:
         store = self._store(url)
         committed = {info.ident: info for info in list_checkpoints(store)}
         local = self._local(url)
-        if not committed and not local and newest_attempt(store) is None:
-            raise NotFoundError("there is no run at this URL", code="no-run", url=url)
+        if not committed and not local:
+            require_run(store)
         pins = list_pins(store)
         chosen, problem = None, None
         try:
@@ -123,6 +135,7 @@ class DirectBackend:
         from ckpt.ops.prune import execute_prune, plan_deletion, plan_retention
 
         store = self._store(url)
+        require_run(store)
         if policy.checkpoints:
             verdicts = plan_deletion(store, [resolve(store, text) for text in policy.checkpoints])
         else:
@@ -140,6 +153,19 @@ class DirectBackend:
         ]
         with _each_deletion(on_deleted):
             return execute_prune(self._store(url), verdicts).deleted_objects
+
+    def sweep(self, url: str, *, older_than_s: float, dry_run: bool, force: bool, on_swept: OnSwept) -> Sweep:
+        from ckpt.ops.sweep import check_grace, sweep, sweep_uploads
+
+        check_grace(older_than_s, force=force)
+        store = self._store(url)
+        require_run(store)
+        rows = []
+        for found in sweep(store, older_than_s=older_than_s, dry_run=dry_run):
+            rows.append(SweptRow(checkpoint=str(found.ident), objects=found.objects))
+            on_swept(found.objects)
+        uploads = sweep_uploads(store, older_than_s=older_than_s, dry_run=dry_run)
+        return Sweep(rows=rows, uploads=uploads)
 
     def pin(self, url: str, checkpoint: str, *, pinned: bool) -> str:
         store = self._store(url)

@@ -18,6 +18,7 @@ from ckpt.cli.pins import pin_command, unpin_command
 from ckpt.cli.prune import prune_command
 from ckpt.cli.serve import serve_command, status_command
 from ckpt.cli.show import show_command
+from ckpt.cli.sweep import sweep_command
 from ckpt.cli.verify import verify_command
 
 __all__ = ["app", "run"]
@@ -54,6 +55,7 @@ app.command("list")(command(list_command))
 app.command("show")(command(show_command))
 app.command("verify")(command(verify_command))
 app.command("prune")(command(prune_command))
+app.command("sweep")(command(sweep_command))
 app.command("pin")(command(pin_command))
 app.command("unpin")(command(unpin_command))
 app.command("runs")(command(runs_command))

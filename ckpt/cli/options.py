@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -33,6 +34,7 @@ __all__ = [
     "ServerOptions",
     "StoreOptions",
     "UrlArgument",
+    "agreed",
     "command",
     "exit_code",
 ]
@@ -54,6 +56,7 @@ _EXIT_CODES: tuple[tuple[type[CkptError], int], ...] = (
 _HINTS_BY_CODE: dict[str, str] = {
     "no-checkpoint": "`ckpt list URL` shows what there is",
     "no-run": "check the URL; `ckpt runs ROOT` shows the runs below a root",
+    "grace": "give --older-than 1h or more; --force where nobody writes to the run",
     "retention": "give --keep-last N with N at least 1, or name the checkpoints to delete",
     "latest-damaged": "`ckpt verify URL` shows the damage; restore or train past it before pruning",
 }
@@ -207,6 +210,19 @@ def _expand(group: type[Any]) -> list[inspect.Parameter]:
         )
         for item in fields(group)
     ]
+
+
+def agreed(question: str) -> bool:
+    """Ask, where somebody is there to answer; a script meant what it wrote."""
+    from ckpt.cli.render import error_console
+
+    if not sys.stdin.isatty():
+        return True
+    answer = error_console().input(f"{question} [y/N] ")
+    if answer.strip().lower() in ("y", "yes"):
+        return True
+    error_console().print("nothing was deleted")
+    return False
 
 
 def _bug(cause: Exception) -> CkptError:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ckpt.cli.backend import Backend, absolute_url, open_backend
-from ckpt.cli.options import EXIT_FAILED, OutputOptions, ServerOptions, StoreOptions, UrlArgument
+from ckpt.cli.options import EXIT_FAILED, OutputOptions, ServerOptions, StoreOptions, UrlArgument, agreed
 from ckpt.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -40,6 +39,8 @@ def prune_command(
     The latest one and pinned ones always stay. Refuses (exit code 5) to delete what a run would resume
     from, or anything while that one is damaged. On a terminal it asks first.
     """
+    from ckpt.cli.render import counted
+
     policy = _policy(checkpoints or [], keep_last, keep_every)
     url = absolute_url(url)
     backend = open_backend(server, store)
@@ -49,7 +50,8 @@ def prune_command(
             _print(plan)
         objects = 0
         if plan.condemned and not dry_run:
-            if not (yes or _agreed(plan)):
+            question = f"Delete {counted(len(plan.condemned), 'checkpoint')} for good?"
+            if not (yes or agreed(question)):
                 raise typer.Exit(EXIT_FAILED)
             objects = _execute(backend, url, plan)
     finally:
@@ -71,19 +73,6 @@ def _policy(checkpoints: list[str], keep_last: int | None, keep_every: int) -> P
             "bad retention policy", code="retention", keep_last=keep_last, keep_every=keep_every
         )
     return Policy(keep_last=keep_last, keep_every=keep_every)
-
-
-def _agreed(plan: PrunePlan) -> bool:
-    """Ask, where somebody is there to answer; a script meant what it wrote."""
-    from ckpt.cli.render import counted, error_console
-
-    if not sys.stdin.isatty():
-        return True
-    answer = error_console().input(f"Delete {counted(len(plan.condemned), 'checkpoint')} for good? [y/N] ")
-    if answer.strip().lower() in ("y", "yes"):
-        return True
-    error_console().print("nothing was deleted")
-    return False
 
 
 def _execute(backend: Backend, url: str, plan: PrunePlan) -> int:

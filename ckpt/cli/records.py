@@ -21,6 +21,8 @@ __all__ = [
     "RunRow",
     "SegmentRow",
     "Shown",
+    "Sweep",
+    "SweptRow",
     "TensorRow",
     "VerdictRow",
     "Verified",
@@ -207,6 +209,31 @@ class PrunePlan:
     def condemned(self) -> list[str]:
         """Those to delete, newest first."""
         return [verdict.checkpoint for verdict in self.verdicts if not verdict.keep]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweptRow:
+    """What went (dry run: would go) of a checkpoint that does not exist: ``objects`` keys."""
+
+    checkpoint: str
+    objects: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """Outcome of a sweep.
+
+    Attributes:
+        rows: by checkpoint, oldest first.
+        uploads: unfinished uploads that were aborted; None where the store cannot list them.
+    """
+
+    rows: list[SweptRow]
+    uploads: int | None
+
+    @property
+    def objects(self) -> int:
+        return sum(row.objects for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,21 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ckpt.cli.backend import OnBytes, OnDeleted
+from ckpt.cli.backend import OnBytes, OnDeleted, OnSwept
 from ckpt.cli.describe import describe, details_of, problem_of
-from ckpt.cli.records import Details, Listing, Policy, PrunePlan, Row, RunRow, Shown, VerdictRow, Verified
+from ckpt.cli.records import (
+    Details,
+    Listing,
+    Policy,
+    PrunePlan,
+    Row,
+    RunRow,
+    Shown,
+    Sweep,
+    SweptRow,
+    VerdictRow,
+    Verified,
+)
 from ckpt.client.catalog import CatalogClient
 from ckpt.errors import CkptError, CorruptError, NotFoundError
 from ckpt.format.ids import CheckpointId, split_run_url
@@ -98,6 +110,18 @@ class RemoteBackend:
             objects += self._client.prune(url, checkpoints=batch).deleted_objects
             on_deleted(len(batch))
         return objects
+
+    def sweep(self, url: str, *, older_than_s: float, dry_run: bool, force: bool, on_swept: OnSwept) -> Sweep:
+        rows = []
+        uploads: int | None = None
+        for message in self._client.sweep(url, older_than_s=older_than_s, dry_run=dry_run, force=force):
+            if message.done:
+                uploads = message.aborted_uploads if message.uploads_listed else None
+                continue
+            ident = CheckpointId.from_proto(message.id)
+            rows.append(SweptRow(checkpoint=str(ident), objects=message.objects))
+            on_swept(message.objects)
+        return Sweep(rows=rows, uploads=uploads)
 
     def pin(self, url: str, checkpoint: str, *, pinned: bool) -> str:
         return str(self._client.pin(url, checkpoint, pinned=pinned))

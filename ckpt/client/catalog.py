@@ -13,7 +13,7 @@ __all__ = ["CatalogClient"]
 
 
 class CatalogClient:
-    """Lists, pins, prunes and verifies through a server. Thread-safe; every call has a deadline.
+    """Lists, pins, prunes, sweeps and verifies through a server. Thread-safe; every call has a deadline.
 
     Args:
         target: ``unix:/path`` or ``host:port``.
@@ -95,6 +95,19 @@ class CatalogClient:
         )
         reply: catalog_pb2.PruneResponse = self._connection.call(self._stub.Prune, request, timeout_s=600.0)
         return reply
+
+    def sweep(
+        self, url: str, *, older_than_s: float, dry_run: bool = False, force: bool = False
+    ) -> Iterator[catalog_pb2.SweepProgress]:
+        """Delete what never came to be a checkpoint, and yield what went; the last message has ``done``.
+
+        Raises:
+            InvalidInputError: code "grace": less than an hour, without ``force``.
+            NotFoundError: code "no-run".
+            CorruptError: a manifest cannot be read, so nothing may be deleted.
+        """
+        request = catalog_pb2.SweepRequest(url=url, older_than_s=older_than_s, dry_run=dry_run, force=force)
+        return self._connection.stream(self._stub.Sweep, request, timeout_s=24 * 3600.0)
 
     def verify(
         self, url: str, checkpoint: str = "latest", *, deep: bool = False, timeout_s: float = 24 * 3600.0

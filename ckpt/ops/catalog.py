@@ -36,6 +36,7 @@ __all__ = [
     "list_runs",
     "load_checkpoint",
     "read_manifest",
+    "require_run",
     "resolve",
 ]
 
@@ -69,6 +70,12 @@ def list_checkpoints(store: Store) -> Iterator[CheckpointInfo]:
         ident = parse_manifest_key(info.key)
         if ident is not None:
             yield CheckpointInfo(ident=ident, nbytes=info.nbytes, committed_at=info.modified_at)
+
+
+def require_run(store: Store) -> None:
+    """Raise NotFoundError (code "no-run") unless the store has a checkpoint or an attempt."""
+    if next(list_checkpoints(store), None) is None and newest_attempt(store) is None:
+        raise NotFoundError("there is no run at this URL", code="no-run", url=store.url)
 
 
 def list_runs(root: Store) -> list[str]:

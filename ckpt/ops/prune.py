@@ -1,4 +1,4 @@
-"""Carry out retention: unpublish, then delete. Sweep what crashes left.
+"""Carry out retention: unpublish, then delete. What crashes left is ckpt.ops.sweep's.
 
 The order of deletes, and what a crash after each leaves:
 
@@ -19,27 +19,21 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from ckpt.clock import Clock, SystemClock
-from ckpt.errors import CorruptError, InvalidInputError, NotFoundError, RefusedError
+from ckpt.errors import CorruptError, NotFoundError, RefusedError
 from ckpt.events import event, get_logger
 from ckpt.format.ids import CheckpointId
 from ckpt.format.keys import (
-    DATA,
-    INDEX,
-    checkpoint_of_data_key,
     index_prefix,
     manifest_key,
-    parse_group_key,
     segment_key,
 )
-from ckpt.ops.attempts import newest_attempt
 from ckpt.ops.catalog import candidates, exists, latest, list_checkpoints, load_checkpoint, read_manifest
 from ckpt.ops.pins import list_pins
 from ckpt.ops.verify import verify_quick
 from ckpt.plan.retention import Verdict, newest_first, plan_prune
 from ckpt.storage.base import Store
 
-__all__ = ["PruneReport", "execute_prune", "plan_deletion", "plan_retention", "sweep"]
+__all__ = ["PruneReport", "execute_prune", "plan_deletion", "plan_retention", "references_of_others"]
 
 _log = get_logger("ops.prune")
 _WORKERS = 16
@@ -113,7 +107,7 @@ def execute_prune(store: Store, verdicts: Sequence[Verdict], *, dry_run: bool = 
         return PruneReport(verdicts=tuple(verdicts), deleted=(), held=(), deleted_objects=0)
     _refuse_protected(store, condemned)
     _require_whole_latest(store)
-    needed = _references_of_others(store, set(condemned))
+    needed = references_of_others(store, set(condemned))
     objects = 0
     for ident in reversed(condemned):  # oldest first: a crash in the middle leaves the newer ones
         objects += _delete_one(store, ident, keep_data=ident in needed, dry_run=dry_run)
@@ -159,10 +153,11 @@ def _require_whole_latest(store: Store) -> None:
         )
 
 
-def _references_of_others(store: Store, condemned: set[CheckpointId]) -> set[CheckpointId]:
-    """Return the checkpoints that those which stay hold chunks in.
+def references_of_others(store: Store, condemned: set[CheckpointId]) -> set[CheckpointId]:
+    """Return the checkpoints that those which stay hold chunks in. Reads the manifests of those.
 
-    An unreadable manifest stops the prune (CorruptError): what it needs is unknown.
+    Raises:
+        CorruptError: a manifest cannot be read, so what it needs is unknown.
     """
     stay = [info.ident for info in list_checkpoints(store) if info.ident not in condemned]
 
@@ -194,61 +189,3 @@ def _delete_one(store: Store, ident: CheckpointId, *, keep_data: bool, dry_run: 
         store.delete(data)
         event(_log, logging.INFO, "prune.done", checkpoint=ident, data_held=keep_data)
     return len(published) + len(index) + len(data)
-
-
-def sweep(store: Store, *, older_than_s: float, dry_run: bool = False, clock: Clock | None = None) -> int:
-    """Delete group indexes and segments that no checkpoint needs; return how many objects (would) go.
-
-    Left by saves that never committed and by prunes that were cut short. An object goes only if its
-    checkpoint has no manifest and no manifest refers to it, all objects of that checkpoint are older than
-    ``older_than_s`` by the store's clock, and something newer is committed: its attempt is not the newest,
-    or a higher step of its attempt is committed. (Should such a late one be committed after all, the commit
-    finds its segments gone and refuses.)
-
-    Args:
-        store: of the run.
-        older_than_s: grace in seconds; must exceed the longest time an upload may take. At least 0.
-        dry_run: only count.
-        clock: what "now" is.
-
-    Raises:
-        InvalidInputError: negative grace.
-        CorruptError: a manifest is damaged, so what it needs is unknown. Nothing was deleted.
-    """
-    if older_than_s < 0:
-        raise InvalidInputError("negative grace", older_than_s=older_than_s)
-    now = (clock or SystemClock()).now()
-    orphans: dict[CheckpointId, list[str]] = {}
-    touched: dict[CheckpointId, float] = {}
-    for prefix in (INDEX, DATA):  # before the manifests: what is committed meanwhile has one by then
-        for info in store.list_keys(prefix):
-            ident = _owner(info.key)
-            if ident is not None:
-                orphans.setdefault(ident, []).append(info.key)
-                touched[ident] = max(touched.get(ident, 0.0), info.modified_at)
-    committed = {info.ident for info in list_checkpoints(store)}
-    needed = _references_of_others(store, set())
-    newest = newest_attempt(store) or 0
-    highest: dict[int, int] = {}
-    for ident in committed:
-        highest[ident.attempt] = max(highest.get(ident.attempt, -1), ident.step)
-
-    def is_garbage(ident: CheckpointId) -> bool:
-        overtaken = ident.attempt < newest or ident.step < highest.get(ident.attempt, -1)
-        old = touched[ident] < now - older_than_s
-        return ident not in committed and ident not in needed and overtaken and old
-
-    deleted = 0
-    for ident, keys in sorted(orphans.items()):
-        if not is_garbage(ident) or exists(store, ident):
-            continue
-        deleted += len(keys)
-        if not dry_run:
-            store.delete(sorted(keys, reverse=True))  # "index/" before "data/"
-            event(_log, logging.INFO, "sweep.done", checkpoint=ident, objects=len(keys))
-    return deleted
-
-
-def _owner(key: str) -> CheckpointId | None:
-    group = parse_group_key(key)
-    return group[0] if group else checkpoint_of_data_key(key)

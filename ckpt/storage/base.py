@@ -20,11 +20,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ckpt.digest import Buffer
 
-__all__ = ["ObjectInfo", "Store"]
+__all__ = ["HasUploads", "ObjectInfo", "Store"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,4 +113,17 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Release connections. The store must not be used afterwards."""
+        ...
+
+
+@runtime_checkable
+class HasUploads(Protocol):
+    """A store that knows the large puts that were begun and never ended: invisible, but they take room."""
+
+    def abort_uploads(self, *, before: float, dry_run: bool) -> int:
+        """Remove those begun before ``before`` (Unix seconds by the store's clock).
+
+        Returns:
+            How many; with ``dry_run`` how many there are.
+        """
         ...

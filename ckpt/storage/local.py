@@ -220,6 +220,22 @@ class LocalStore:
             if file.stat().st_mtime < self._clock.now() - _LEFTOVER_S:
                 file.unlink()
 
+    def abort_uploads(self, *, before: float, dry_run: bool) -> int:
+        """Remove temporary files that crashed writers left before ``before``; see ``HasUploads``."""
+        count = 0
+        for folder, _, names in os.walk(self._root):
+            for path in (Path(folder, name) for name in names if name.startswith(TEMP_PREFIX)):
+                try:
+                    if path.stat().st_mtime < before:
+                        count += 1
+                        if not dry_run:
+                            path.unlink()
+                except FileNotFoundError:  # its writer lives, and has ended
+                    continue
+                except OSError as error:
+                    raise os_error(error, path) from error
+        return count
+
     def probe_conditional(self) -> bool:
         """Return whether the file system can hard-link, which is what ``put_new`` stands on."""
         if self._conditional is None:

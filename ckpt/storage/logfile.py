@@ -16,7 +16,7 @@ LOG_MOST_NBYTES = 16 << 20
 def open_log(path: Path) -> BinaryIO:
     """Open ``path`` for appending, unbuffered; one of more than 16 MiB is put aside first, as ``.1``.
 
-    What was ``.1`` before goes. The two take about 32 MiB, plus what processes go on to write that have them open.
+    What was ``.1`` before goes. The two take about 32 MiB, plus what those write that have them open.
 
     Any number of processes may do so at once. The caller closes it; a child may have inherited it by then.
 

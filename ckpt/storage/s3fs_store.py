@@ -174,6 +174,25 @@ class S3fsStore(FsspecStore):
                         reason=failed.get("Message"),
                     )
 
+    def abort_uploads(self, *, before: float, dry_run: bool) -> int:
+        """Abort multipart uploads below the URL that were begun before ``before``; see ``HasUploads``."""
+        cut, count = len(self._full("")), 0
+        arguments: dict[str, Any] = {"Prefix": self._full("")}
+        while True:
+            answer = self._call("list_multipart_uploads", "", **arguments)
+            for upload in answer.get("Uploads", ()):
+                if upload["Initiated"].timestamp() >= before:
+                    continue
+                count += 1
+                key, number = upload["Key"], upload["UploadId"]
+                with contextlib.suppress(NotFoundError):  # ended meanwhile
+                    if not dry_run:
+                        self._call("abort_multipart_upload", key[cut:], Key=key, UploadId=number)
+            if not answer.get("IsTruncated"):
+                return count
+            arguments["KeyMarker"] = answer["NextKeyMarker"]
+            arguments["UploadIdMarker"] = answer["NextUploadIdMarker"]
+
     def close(self) -> None:
         """Close the connections."""
         client = getattr(self._fs, "_s3", None)

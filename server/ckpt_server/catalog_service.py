@@ -17,10 +17,12 @@ from ckpt.ops.catalog import (
     list_runs,
     load_checkpoint,
     read_manifest,
+    require_run,
     resolve,
 )
 from ckpt.ops.pins import is_pinned, list_pins, pin, unpin
 from ckpt.ops.prune import execute_prune, plan_deletion, plan_retention
+from ckpt.ops.sweep import check_grace, sweep, sweep_uploads
 from ckpt.storage.base import Store
 from ckpt.storage.open import open_store
 from ckpt.storage.staging import StagingDir
@@ -98,6 +100,7 @@ class CatalogService(catalog_pb2_grpc.CatalogServicer):
         self, request: catalog_pb2.PruneRequest, context: grpc.ServicerContext
     ) -> catalog_pb2.PruneResponse:
         store = self._runs.store_for(request.url)
+        require_run(store)
         if request.checkpoints:
             if request.keep_last or request.keep_every:
                 raise InvalidInputError("give a policy or checkpoints, not both")
@@ -113,6 +116,19 @@ class CatalogService(catalog_pb2_grpc.CatalogServicer):
                 for verdict in report.verdicts
             ],
             deleted_objects=report.deleted_objects,
+        )
+
+    def Sweep(
+        self, request: catalog_pb2.SweepRequest, context: grpc.ServicerContext
+    ) -> Iterator[catalog_pb2.SweepProgress]:
+        check_grace(request.older_than_s, force=request.force)
+        store = self._runs.store_for(request.url)
+        require_run(store)
+        for found in sweep(store, older_than_s=request.older_than_s, dry_run=request.dry_run):
+            yield catalog_pb2.SweepProgress(id=found.ident.to_proto(), objects=found.objects)
+        uploads = sweep_uploads(store, older_than_s=request.older_than_s, dry_run=request.dry_run)
+        yield catalog_pb2.SweepProgress(
+            done=True, uploads_listed=uploads is not None, aborted_uploads=uploads or 0
         )
 
     def Verify(

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.storage.base import Store
+from ckpt.clock import SystemClock
+from ckpt.storage.base import HasUploads, Store
+from ckpt.storage.durable import TEMP_PREFIX
 from ckpt.storage.open import open_store
+from ckpt.storage.s3fs_store import S3fsStore
 from tests.contract.store_contract import ConditionalContract, StoreContract
 from tests.support.ceph import Radosgw
 from tests.support.s3 import Ministack, Rclone
@@ -26,6 +29,37 @@ class TestLocal(ConditionalContract):
     @pytest.fixture
     def reopen(self, tmp_path: Path) -> Callable[[], Store]:
         return lambda: open_store(f"file://{tmp_path}/root/run")
+
+    def test_what_crashed_writers_left_is_found_and_removed(self, store: Store, tmp_path: Path) -> None:
+        store.put("data/aa/k", b"value")
+        left = tmp_path / "root" / "run" / "data" / "aa" / f"{TEMP_PREFIX}0123"
+        left.write_bytes(b"half")
+        check_uploads(store, 1)
+        assert not left.exists()
+
+
+def check_uploads(store: Store, count: int) -> None:
+    """Abort ``count`` unfinished puts, and nothing else."""
+    assert isinstance(store, HasUploads)
+    keys, later = [info.key for info in store.list_keys("")], SystemClock().now() + 86400
+    assert store.abort_uploads(before=SystemClock().now() - 86400, dry_run=False) == 0
+    assert store.abort_uploads(before=later, dry_run=True) == count
+    assert store.abort_uploads(before=later, dry_run=False) == count
+    assert store.abort_uploads(before=later, dry_run=False) == 0
+    assert [info.key for info in store.list_keys("")] == keys
+
+
+class S3fsUploads:
+    """For S3 through s3fs."""
+
+    def test_uploads_that_never_ended_are_found_and_aborted(self, store: Store) -> None:
+        assert isinstance(store, S3fsStore)
+        store.put("data/aa/k", b"value")
+        bucket, _, prefix = store.url.removeprefix("fsspec+s3://").removeprefix("s3://").partition("/")
+        for key in ("data/aa/k", "data/bb/other", "data/bb/other"):
+            store._fs.call_s3("create_multipart_upload", Bucket=bucket, Key=f"{prefix}/{key}")
+        store._fs.call_s3("create_multipart_upload", Bucket=bucket, Key="root/another-run/k")
+        check_uploads(store, 3)
 
 
 class TestFsspecFile(StoreContract):
@@ -50,7 +84,7 @@ class TestObstoreMinistack(ConditionalContract):
         return lambda: open_store(url, s3_server.options)
 
 
-class TestS3fsMinistack(ConditionalContract):
+class TestS3fsMinistack(S3fsUploads, ConditionalContract):
     many = 1010
 
     @pytest.fixture
@@ -66,6 +100,12 @@ class TestObstoreRadosgw(ConditionalContract):
     def reopen(self, radosgw: Radosgw) -> Callable[[], Store]:
         url = f"s3://{radosgw.make_bucket()}/root/run"
         return lambda: open_store(url, radosgw.options)
+
+
+class TestS3fsRadosgwUploads(S3fsUploads):
+    @pytest.fixture
+    def store(self, radosgw: Radosgw) -> Store:
+        return open_store(f"fsspec+s3://{radosgw.make_bucket()}/root/run", radosgw.options)
 
 
 class TestS3fsRclone(StoreContract):

@@ -15,10 +15,10 @@ from ckpt.format.ids import CheckpointId
 from ckpt.format.keys import checkpoint_of_data_key, parse_group_key
 from ckpt.ops.catalog import latest, list_checkpoints, load_checkpoint
 from ckpt.ops.commit import try_commit
-from ckpt.ops.prune import execute_prune, plan_retention, sweep
+from ckpt.ops.prune import execute_prune, plan_retention
 from ckpt.ops.verify import verify_deep
 from ckpt.storage.base import Store
-from tests.support.builders import CountingStore, FakeClock, build_checkpoint, claim, memory_store
+from tests.support.builders import CountingStore, FakeClock, build_checkpoint, claim, memory_store, swept
 
 
 class Killed(BaseException):
@@ -108,7 +108,7 @@ def test_death_at_every_change_of_the_store(takes_effect: bool) -> None:
         assert newest is not None
         assert newest.step == 30
         execute_prune(inner, plan_retention(inner, keep_last=1))
-        sweep(inner, older_than_s=0, clock=FakeClock(4e9))
+        swept(inner, older_than_s=0, clock=FakeClock(4e9))
         left = {checkpoint_of_data_key(info.key) for info in inner.list_keys("data/")}
         groups = [parse_group_key(info.key) for info in inner.list_keys("index/")]
         assert left | {group[0] for group in groups if group} == {newest}

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from ckpt.clock import SystemClock
 from ckpt.format import keys
 from ckpt.format.ids import CheckpointId
 from ckpt.format.manifest import encode_manifest
@@ -496,6 +497,39 @@ def test_through_a_server_errors_have_the_same_exit_codes(
         if code != USAGE:
             direct = cli.run(*arguments, code=code)
             assert (remote.stdout, remote.stderr) == (direct.stdout, direct.stderr)
+
+
+def test_sweep_takes_what_no_checkpoint_needs_also_through_a_server(
+    cli: Cli, url: str, server: Server
+) -> None:
+    store = open_store(url)
+    for step in (5, 15, 60):  # 60 is newer than everything committed: it may still be committed
+        build_checkpoint(store, step, 2 if step == 60 else 1, commit=False)
+    folder = Path(url.removeprefix("file://"))
+    (folder / "data" / ".tmp-left").write_bytes(b"half of an upload")
+    objects = sum(1 for key in store.list_keys("") if "000000000005" in key.key) * 2
+
+    assert cli.run("sweep", url).stdout == "nothing to sweep\n"  # all of it is young
+    cli.run("sweep", url, "--older-than", "5m", code=USAGE)
+    cli.run("sweep", url, "--older-than", "soon", code=USAGE)
+    cli.run("sweep", url + "-wrong", code=NOT_FOUND)
+    old = SystemClock().now() - 2 * 3600
+    for path in folder.rglob("*"):
+        os.utime(path, (old, old))
+    for through in ([], ["--server", server.target]):
+        dry = cli.json("sweep", url, "--older-than", "1h", "--dry-run", *through)
+        assert (dry["deleted_objects"], dry["aborted_uploads"]) == (objects, 1)
+        assert [row["checkpoint"][:12] for row in dry["checkpoints"]] == ["000000000005", "000000000015"]
+        cli.run("sweep", url, "--older-than", "5m", *through, code=USAGE)
+        cli.run("sweep", url + "-wrong", *through, code=NOT_FOUND)
+    assert (
+        f"{objects} objects and 1 unfinished upload deleted"
+        in cli.run("sweep", url, "--older-than", "90m", "--server", server.target).stdout
+    )
+    assert cli.json("sweep", url, "--older-than", "0s", "--force")["deleted_objects"] == 0
+    assert cli.steps(url) == [45, 50, 40, 30, 20, 10]
+    cli.run("verify", url, "--all", "--deep")
+    assert any("000000000060" in info.key for info in store.list_keys("data/"))
 
 
 def test_a_server_pins_and_prunes_what_was_shown(cli: Cli, url: str, server: Server) -> None:

@@ -23,6 +23,7 @@ from ckpt.format.values import encode_value
 from ckpt.ops.attempts import claim_attempt
 from ckpt.ops.commit import CommitState, try_commit
 from ckpt.ops.groups import put_group_index, put_layout
+from ckpt.ops.sweep import sweep
 from ckpt.plan.save import plan_save
 from ckpt.storage.base import ObjectInfo, Store
 from ckpt.storage.memory import MemoryStore
@@ -40,6 +41,7 @@ __all__ = [
     "group_ranks",
     "memory_store",
     "sample_layouts",
+    "swept",
     "tensor_values",
 ]
 
@@ -334,3 +336,9 @@ def build_group_indexes(store: Store, *, world_size: int, group_size: int, tenso
         ]
         put_group_index(store, segments)
     return ident
+
+
+def swept(store: Store, *, older_than_s: float, dry_run: bool = False, clock: FakeClock | None = None) -> int:
+    """Sweep to the end; how many objects went."""
+    found = sweep(store, older_than_s=older_than_s, dry_run=dry_run, clock=clock)
+    return sum(one.objects for one in found)

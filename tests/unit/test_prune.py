@@ -19,10 +19,10 @@ from ckpt.format.manifest import encode_group_index, group_header
 from ckpt.ops.catalog import exists, latest, list_checkpoints, load_checkpoint
 from ckpt.ops.commit import CommitState, try_commit
 from ckpt.ops.pins import is_pinned, list_pins, pin, unpin
-from ckpt.ops.prune import execute_prune, plan_deletion, plan_retention, sweep
+from ckpt.ops.prune import execute_prune, plan_deletion, plan_retention
 from ckpt.ops.verify import verify_deep
 from ckpt.storage.base import Store
-from tests.support.builders import CountingStore, FakeClock, build_checkpoint, claim, memory_store
+from tests.support.builders import CountingStore, FakeClock, build_checkpoint, claim, memory_store, swept
 
 
 def ident(step: int, attempt: int = 1) -> CheckpointId:
@@ -222,7 +222,7 @@ def test_a_prune_cut_short_leaves_nothing_half_deleted_on_offer_and_the_sweep_fi
         assert verify_deep(load_checkpoint(store, one.ident)) == []
     store.left = 1_000_000
     prune(store, keep_last=1)
-    sweep(store, older_than_s=0, clock=FakeClock(4e9))
+    swept(store, older_than_s=0, clock=FakeClock(4e9))
     assert keys_of(store, ident(10)) == []
     assert verify_deep(load_checkpoint(store, ident(20))) == []
 
@@ -247,11 +247,11 @@ def test_segments_that_a_kept_checkpoint_needs_stay_until_it_goes() -> None:
     report = execute_prune(store, verdicts)
     assert (report.deleted, report.held) == ((ident(10),), (ident(10),))
     assert keys_of(store, ident(10)) == sorted(segment_key(ident(10), rank) for rank in (0, 1))
-    sweep(store, older_than_s=0, clock=FakeClock(4e9))
+    swept(store, older_than_s=0, clock=FakeClock(4e9))
     assert verify_deep(load_checkpoint(store, borrower)) == []
     build_checkpoint(store, 30)
     prune(store, keep_last=1)
-    assert sweep(store, older_than_s=0, clock=FakeClock(4e9)) == 2
+    assert swept(store, older_than_s=0, clock=FakeClock(4e9)) == 2
     assert keys_of(store, ident(10)) == []
 
 
@@ -260,27 +260,27 @@ def test_the_sweep_takes_only_what_is_old_overtaken_and_needed_by_nobody() -> No
     overtaken = build_checkpoint(store, 10, commit=False).ident
     pending = build_checkpoint(store, 30, commit=False).ident
     later = FakeClock(4e9)
-    assert sweep(store, older_than_s=3e9, clock=later) == 0  # too young
-    assert sweep(store, older_than_s=1e6, dry_run=True, clock=later) == 4
+    assert swept(store, older_than_s=3e9, clock=later) == 0  # too young
+    assert swept(store, older_than_s=1e6, dry_run=True, clock=later) == 4
     assert keys_of(store, overtaken)
-    assert sweep(store, older_than_s=1e6, clock=later) == 4
+    assert swept(store, older_than_s=1e6, clock=later) == 4
     assert keys_of(store, overtaken) == []
     assert try_commit(store, pending).state is CommitState.COMMITTED
     abandoned = build_checkpoint(store, 40, commit=False).ident
-    assert sweep(store, older_than_s=1e6, clock=later) == 0  # may still be committed
+    assert swept(store, older_than_s=1e6, clock=later) == 0  # may still be committed
     claim(store, parent=pending)
-    assert sweep(store, older_than_s=1e6, clock=later) == 4
+    assert swept(store, older_than_s=1e6, clock=later) == 4
     assert keys_of(store, abandoned) == []
     assert steps(store) == [30, 20]
     with pytest.raises(InvalidInputError):
-        sweep(store, older_than_s=-1)
+        swept(store, older_than_s=-1)
 
 
 def test_an_unreadable_manifest_stops_the_sweep_and_the_prune() -> None:
     store = filled(10, 20, 30)
     store.put(manifest_key(ident(20)), b"junk")
     with pytest.raises(CorruptError):
-        sweep(store, older_than_s=0, clock=FakeClock(4e9))
+        swept(store, older_than_s=0, clock=FakeClock(4e9))
     with pytest.raises(CorruptError):
         execute_prune(store, plan_deletion(store, [ident(10)]))
     assert exists(store, ident(10))
@@ -292,6 +292,6 @@ def test_a_damaged_checkpoint_can_itself_be_deleted() -> None:
     execute_prune(store, plan_deletion(store, [ident(10)]))
     assert steps(store) == [20]
     assert list(store.list_keys(index_prefix(ident(10)))) == []
-    sweep(store, older_than_s=0, clock=FakeClock(4e9))
+    swept(store, older_than_s=0, clock=FakeClock(4e9))
     assert keys_of(store, ident(10)) == []
     assert list(store.list_keys(layout_key(b"")[: len("layouts/")]))

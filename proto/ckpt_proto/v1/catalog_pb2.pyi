@@ -148,16 +148,18 @@ class SweepRequest(_message.Message):
     def __init__(self, url: _Optional[str] = ..., older_than_s: _Optional[float] = ..., dry_run: bool = ..., force: bool = ...) -> None: ...
 
 class SweepProgress(_message.Message):
-    __slots__ = ("deleted_objects", "aborted_uploads", "uploads_listed", "done")
-    DELETED_OBJECTS_FIELD_NUMBER: _ClassVar[int]
-    ABORTED_UPLOADS_FIELD_NUMBER: _ClassVar[int]
-    UPLOADS_LISTED_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("id", "objects", "done", "uploads_listed", "aborted_uploads")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    OBJECTS_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
-    deleted_objects: int
-    aborted_uploads: int
-    uploads_listed: bool
+    UPLOADS_LISTED_FIELD_NUMBER: _ClassVar[int]
+    ABORTED_UPLOADS_FIELD_NUMBER: _ClassVar[int]
+    id: _common_pb2.CheckpointId
+    objects: int
     done: bool
-    def __init__(self, deleted_objects: _Optional[int] = ..., aborted_uploads: _Optional[int] = ..., uploads_listed: bool = ..., done: bool = ...) -> None: ...
+    uploads_listed: bool
+    aborted_uploads: int
+    def __init__(self, id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., objects: _Optional[int] = ..., done: bool = ..., uploads_listed: bool = ..., aborted_uploads: _Optional[int] = ...) -> None: ...
 
 class VerifyRequest(_message.Message):
     __slots__ = ("url", "checkpoint", "deep")

@@ -1,0 +1,116 @@
+"""Remove what crashes left in the store: objects of checkpoints that do not exist, and unfinished uploads."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ckpt.clock import Clock, SystemClock
+from ckpt.errors import InvalidInputError
+from ckpt.events import event, get_logger
+from ckpt.format.ids import CheckpointId
+from ckpt.format.keys import DATA, INDEX, checkpoint_of_data_key, parse_group_key
+from ckpt.ops.attempts import newest_attempt
+from ckpt.ops.catalog import exists, list_checkpoints
+from ckpt.ops.prune import references_of_others
+from ckpt.storage.base import HasUploads, Store
+
+__all__ = ["GRACE_LEAST_S", "Swept", "check_grace", "sweep", "sweep_uploads"]
+
+_log = get_logger("ops.sweep")
+
+GRACE_LEAST_S = 3600.0
+"""Shorter ones must be asked for: an upload that is still under way may take as long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swept:
+    """What went (would go) of one checkpoint: ``objects`` keys."""
+
+    ident: CheckpointId
+    objects: int
+
+
+def check_grace(older_than_s: float, *, force: bool) -> None:
+    """Raise InvalidInputError (code "grace") for a grace under an hour without ``force``, or a negative one."""
+    if not older_than_s >= 0 or (older_than_s < GRACE_LEAST_S and not force):
+        raise InvalidInputError(
+            "a sweep must spare what is younger than an hour, where somebody may be writing",
+            code="grace",
+            older_than_s=older_than_s,
+        )
+
+
+def sweep(
+    store: Store, *, older_than_s: float, dry_run: bool = False, clock: Clock | None = None
+) -> Iterator[Swept]:
+    """Delete group indexes and segments that no checkpoint needs; yield whose they were, oldest first.
+
+    Left by saves that never committed and by prunes that were cut short. An object goes only if its
+    checkpoint has no manifest and no manifest refers to it, all objects of that checkpoint are older than
+    ``older_than_s`` by the store's clock, and something newer is committed: its attempt is not the newest,
+    or a higher step of its attempt is committed. (Should such a late one be committed after all, the commit
+    finds its segments gone and refuses.)
+
+    Nothing happens before the iterator is asked; ending it early leaves the rest.
+
+    Args:
+        store: of the run.
+        older_than_s: grace in seconds; must exceed the longest time an upload may take. At least 0.
+        dry_run: delete nothing.
+        clock: what "now" is.
+
+    Raises:
+        InvalidInputError: negative grace.
+        CorruptError: a manifest is damaged, so what it needs is unknown. Nothing was deleted.
+    """
+    check_grace(older_than_s, force=True)
+    now = (clock or SystemClock()).now()
+    orphans: dict[CheckpointId, list[str]] = {}
+    touched: dict[CheckpointId, float] = {}
+    for prefix in (INDEX, DATA):  # before the manifests: what is committed meanwhile has one by then
+        for info in store.list_keys(prefix):
+            ident = _owner(info.key)
+            if ident is not None:
+                orphans.setdefault(ident, []).append(info.key)
+                touched[ident] = max(touched.get(ident, 0.0), info.modified_at)
+    committed = {info.ident for info in list_checkpoints(store)}
+    needed = references_of_others(store, set())
+    newest = newest_attempt(store) or 0
+    highest: dict[int, int] = {}
+    for ident in committed:
+        highest[ident.attempt] = max(highest.get(ident.attempt, -1), ident.step)
+
+    def is_garbage(ident: CheckpointId) -> bool:
+        overtaken = ident.attempt < newest or ident.step < highest.get(ident.attempt, -1)
+        old = touched[ident] < now - older_than_s
+        return ident not in committed and ident not in needed and overtaken and old
+
+    for ident, keys in sorted(orphans.items()):
+        if not is_garbage(ident) or exists(store, ident):
+            continue
+        if not dry_run:
+            store.delete(sorted(keys, reverse=True))  # "index/" before "data/"
+            event(_log, logging.INFO, "sweep.done", checkpoint=ident, objects=len(keys))
+        yield Swept(ident=ident, objects=len(keys))
+
+
+def sweep_uploads(
+    store: Store, *, older_than_s: float, dry_run: bool = False, clock: Clock | None = None
+) -> int | None:
+    """Abort large puts that were begun more than ``older_than_s`` seconds ago and never ended.
+
+    Returns:
+        How many; None where the store's engine cannot list them (then the bucket needs a lifecycle rule).
+    """
+    check_grace(older_than_s, force=True)
+    if not isinstance(store, HasUploads):
+        return None
+    now = (clock or SystemClock()).now()
+    return store.abort_uploads(before=now - older_than_s, dry_run=dry_run)
+
+
+def _owner(key: str) -> CheckpointId | None:
+    group = parse_group_key(key)
+    return group[0] if group else checkpoint_of_data_key(key)
