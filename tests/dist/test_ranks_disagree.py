@@ -301,8 +301,7 @@ def damage(rank: int, world: int, root: Path) -> Sketch:
 
     # One object in the store is damaged, and no local copy is left.
     def lose_everything() -> None:
-        kill_all(SERVER, root / "staging")
-        shutil.rmtree(root / "staging")
+        lose_node(root / "staging")
         (path,) = (root / "store/run/data").rglob("000000000002.*/segment-00001.safetensors")
         flip_byte(path)
 
@@ -342,6 +341,18 @@ def once(rank: int, work: Any) -> None:
     barrier()
 
 
+def lose_node(staging: Path) -> None:
+    """End the processes of a node and wipe its disk."""
+    for module in (FLUSHER, SERVER):
+        kill_all(module, staging)
+
+    def wiped() -> bool:
+        shutil.rmtree(staging, ignore_errors=True)  # a thread of the dead may still be in its last write
+        return not staging.exists()
+
+    poll(wiped, what=f"{staging} is empty")
+
+
 def newest(folder: Path, name: str) -> Path:
     return max(folder.rglob(name), key=lambda path: path.parent.name)
 
@@ -377,11 +388,7 @@ def two_nodes(rank: int, world: int, root: Path) -> Sketch:
     barrier()
     found: Sketch = {"sealed": sealed_ranks(root / staging, root)}
 
-    def wipe() -> None:
-        kill_all(SERVER, root / "staging-b")
-        shutil.rmtree(root / "staging-b")
-
-    once(rank, wipe)
+    once(rank, lambda: lose_node(root / "staging-b"))
     manager, model, optimizer = make(root, "fsdp2", world, staging=staging)
     found["restored"] = manager.restore()
     assert_same_bits(full_state(model, optimizer), saved)

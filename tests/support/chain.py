@@ -215,14 +215,22 @@ def processes(module: str, staging: Path | str, *, parent: int | None = None) ->
 
 
 def kill_all(module: str, staging: Path | str) -> list[int]:
-    """SIGKILL to the flushers or the server of a staging directory; returns whom."""
-    killed = []
-    for pid in processes(module, staging):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-            killed.append(pid)
-    poll(lambda: not set(processes(module, staging)) & set(killed), what=f"{module} is dead")
-    return killed
+    """SIGKILL to the flushers or the servers of a staging directory, also those that wait to take over.
+
+    Returns whom.
+    """
+    killed = set()
+
+    def none_left() -> bool:
+        found = processes(module, staging)
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+        return not found
+
+    poll(none_left, what=f"{module} is dead")
+    return sorted(killed)
 
 
 # --- the side of the zygote and its children ---
