@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from ckpt import __version__
+from ckpt.cli.diff import diff_command
 from ckpt.cli.ls import list_command, runs_command
 from ckpt.cli.options import command
 from ckpt.cli.pins import pin_command, unpin_command
@@ -23,9 +24,10 @@ from ckpt.cli.verify import verify_command
 
 __all__ = ["app", "run"]
 
-_HELP = """Checkpoints of training runs: list, inspect, verify, pin, prune, serve.
+_HELP = """Checkpoints of training runs: list, inspect, compare, verify, pin, prune, serve.
 
-Exit codes: 0 done, 1 failed, 2 usage, 3 not found, 4 damaged, 5 refused (would lose data)."""
+Exit codes: 0 done, 1 failed (diff: different), 2 usage, 3 not found, 4 damaged, 5 refused (it would
+lose data)."""
 
 app = typer.Typer(
     help=_HELP,
@@ -53,6 +55,7 @@ def _options(
 
 app.command("list")(command(list_command))
 app.command("show")(command(show_command))
+app.command("diff")(command(diff_command))
 app.command("verify")(command(verify_command))
 app.command("prune")(command(prune_command))
 app.command("sweep")(command(sweep_command))

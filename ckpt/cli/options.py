@@ -25,6 +25,7 @@ from ckpt.errors import (
 
 __all__ = [
     "EXIT_DAMAGED",
+    "EXIT_DIFFERENT",
     "EXIT_FAILED",
     "EXIT_NOT_FOUND",
     "EXIT_REFUSED",
@@ -40,6 +41,7 @@ __all__ = [
 ]
 
 EXIT_FAILED = 1
+EXIT_DIFFERENT = 1  # of `ckpt diff`, as of diff(1)
 EXIT_USAGE = 2
 EXIT_NOT_FOUND = 3
 EXIT_DAMAGED = 4
@@ -57,6 +59,11 @@ _HINTS_BY_CODE: dict[str, str] = {
     "no-checkpoint": "`ckpt list URL` shows what there is",
     "no-run": "check the URL; `ckpt runs ROOT` shows the runs below a root",
     "grace": "give --older-than 1h or more; --force where nobody writes to the run",
+    "denied": "check the credentials (AWS_ACCESS_KEY_ID, AWS_PROFILE, ...) of whoever opens the store, this "
+    "command or the server, and its rights below the URL",
+    "unreachable": "check the endpoint (AWS_ENDPOINT_URL, --endpoint-url) and whether the store is up; nothing "
+    "is lost: what is sealed waits on the nodes",
+    "no-bucket": "check the URL; the bucket has to be created by hand",
     "retention": "give --keep-last N with N at least 1, or name the checkpoints to delete",
     "latest-damaged": "`ckpt verify URL` shows the damage; restore or train past it before pruning",
 }
@@ -237,7 +244,8 @@ def _hint(error: CkptError) -> str | None:
     """Return what to do next, where the message does not say it."""
     if isinstance(error, UnavailableError) and "target" in error.context:
         return (
-            "see that the server runs (`ckpt serve`, or a trainer with an embedded one) and --server is right"
+            "see that the server runs (`ckpt serve`, or a trainer with an embedded one: its log is server.log "
+            "in the staging directory) and that --server or CKPT_SERVER is right; --server '' asks the store"
         )
     by_class = (text for cls, text in _HINTS.items() if isinstance(error, cls))
     return _HINTS_BY_CODE.get(error.code) or next(by_class, None)

@@ -217,6 +217,7 @@ def build_checkpoint(
     layouts: LayoutSet | None = None,
     layouts_of: Callable[[int], LayoutSet] | None = None,
     seed: int | None = None,
+    values: Mapping[str, NDArray[Any]] | None = None,
     parent: CheckpointId | None = None,
     state: object = None,
     state_of: Callable[[int], object] | None = None,
@@ -234,6 +235,7 @@ def build_checkpoint(
         layouts: of all ranks; :func:`sample_layouts` by default.
         layouts_of: gives each rank its own layout set instead.
         seed: of the tensors' values; the step by default.
+        values: bits of tensors that are given instead.
         parent: what the attempt resumed from.
         state: the plain state of every rank; ``{"step": step}`` by default.
         state_of: gives each rank its own plain state instead.
@@ -250,6 +252,7 @@ def build_checkpoint(
     tensors = {
         name: tensor_values(item, step if seed is None else seed) for name, item in all_layouts.items()
     }
+    tensors |= values or {}
     partition = group_ranks(world_size, group_size)
     segments: dict[int, disk_pb2.SegmentIndex] = {}
     for number, ranks in enumerate(partition):
