@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from ckpt.errors import InvalidInputError
-from ckpt_trainer_hooks import CheckpointManager, declare_local_state
+from ckpt_trainer_hooks import CheckpointManager
 from tests.support.bits import assert_same_bits
 from tests.support.models import build, full_state, train
-from tests.support.optimizers import BlockwiseMomentum, FactoredMoments
+from tests.support.optimizers import FactoredMoments
 from tests.support.ranks import run_ranks
 
 SAVES = (0, 1, 3)
@@ -155,156 +153,82 @@ def test_I16_I28_resumed_run_is_bitwise_the_uninterrupted_one_with_every_optimiz
         run_ranks(world, _restore_elsewhere, tmp_path, other, gone)
 
 
-# --- state in plain tensors ---
-
-
-def _linear(layout: str, world: int, rows: int, columns: int, seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(columns, rows, bias=False))
-    if layout != "single":
-        fully_shard(model, mesh=init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)))
-    return model
-
-
-def _block_wise(model: nn.Module, *, flat: bool, declare: bool = True) -> BlockwiseMomentum:
-    optimizer = BlockwiseMomentum(model.parameters(), block_size=16, flat=flat)
-    if declare:
-        declare_local_state(
-            optimizer, shards=["state1"], scales=["absmax1"], block_size=16, replicated=["qmap1"]
-        )
-    return optimizer
-
-
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    columns = next(iter(model.parameters())).shape[1]
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        optimizer.zero_grad()
-        model(torch.randn(3, columns, generator=generator)).square().mean().backward()
-        optimizer.step()
-
-
-def _local_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    (parameter,) = model.parameters()
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
-    tensors = {key: value for key, value in optimizer.state[parameter].items() if key != "step"}
-    return {"weight": local.detach().clone(), **copy.deepcopy(tensors)}
-
-
-SHAPES = {"rows-of-blocks": (7, 32), "blocks-of-rows": (12, 8), "cut": (5, 10)}
-
-
-def _blocks(rank: int, world: int, root: Path, flat: bool) -> None:
-    """Save every shape, resume each, restore onto the single process' way where no block is cut."""
-    for name, (rows, columns) in SHAPES.items():
-        model = _linear("fsdp2", world, rows, columns, seed=0)
-        optimizer = _block_wise(model, flat=flat)
-        with _block_manager(root, name, world, model, optimizer) as manager:
-            manager.restore()
-            _step(model, optimizer, range(3))
-            manager.save(3)
-            _step(model, optimizer, range(3, 6))
-        live = _linear("fsdp2", world, rows, columns, seed=1)
-        fresh = _block_wise(live, flat=flat)
-        with _block_manager(root, name, world, live, fresh) as manager:
-            assert manager.restore() == 3
-            assert _step_of(live, fresh) == 3
-            _step(live, fresh, range(3, 6))
-        assert_same_bits(_local_state(live, fresh), _local_state(model, optimizer))
-
-
-def _step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    return int(optimizer.state[next(iter(model.parameters()))]["step"])
-
-
-def _block_manager(root: Path, name: str, world: int, model: nn.Module, optimizer: Any) -> CheckpointManager:
-    return CheckpointManager(
-        f"file://{root}/store/{name}",
-        model=model,
-        optimizer=optimizer,
-        staging_dir=root / f"staging-{world}",
-        timeout_s=100,
-    )
-
-
-def _blocks_elsewhere(
-    rank: int, world: int, root: Path, layout: str, refused: tuple[str, ...]
-) -> dict[str, dict[str, Any]]:
-    found = {}
-    for name, (rows, columns) in SHAPES.items():
-        model = _linear(layout, world, rows, columns, seed=1)
-        optimizer = _block_wise(model, flat=False, declare=layout != "single")
-        before = copy.deepcopy(model.state_dict())
-        with _block_manager(root, name, world, model, optimizer) as manager:
-            if name in refused:
-                with pytest.raises(InvalidInputError, match="cut blocks of 16 elements"):
-                    manager.restore(strict=False)
-                assert not optimizer.state
-                after = model.state_dict()
-                assert all(torch.equal(_whole(after[key]), _whole(value)) for key, value in before.items())
-                continue
-            assert manager.restore() == 3
-            found[name] = _sendable(_local_state(model, optimizer))
-            _step(model, optimizer, range(3, 6))
-    return found
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def test_block_wise_state_is_exact_on_its_layout_and_cut_only_at_block_borders(tmp_path: Path) -> None:
-    run_ranks(2, _blocks, tmp_path, False)
-    (single,) = run_ranks(1, _blocks_elsewhere, tmp_path, "single", ("cut",))
-    four = run_ranks(4, _blocks_elsewhere, tmp_path, "fsdp2", ("blocks-of-rows", "cut"))
-    assert single.keys() == {"rows-of-blocks", "blocks-of-rows"}
-    _assert_parts(four, single, "rows-of-blocks")
-
-
-def test_block_wise_state_of_one_process_is_spread_over_ranks_at_block_borders(tmp_path: Path) -> None:
-    (saved,) = run_ranks(1, _save_single, tmp_path)
-    two = run_ranks(2, _blocks_elsewhere, tmp_path, "fsdp2", ("cut",))
-    for name in ("rows-of-blocks", "blocks-of-rows"):
-        _assert_parts(two, saved, name)
-
-
-def _save_single(rank: int, world: int, root: Path) -> dict[str, dict[str, Any]]:
-    found = {}
-    for name, (rows, columns) in SHAPES.items():
-        model = _linear("single", world, rows, columns, seed=0)
-        optimizer = _block_wise(model, flat=False, declare=False)
-        with _block_manager(root, name, world, model, optimizer) as manager:
-            manager.restore()
-            _step(model, optimizer, range(3))
-            manager.save(3)
-            found[name] = _sendable(_local_state(model, optimizer))
-    return found
-
-
 def _sendable(state: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Arrays: a tensor is sent as a handle that its process would have to outlive."""
     return {key: value.numpy() for key, value in state.items()}
 
 
-def _assert_parts(ranks: list[Any], whole: dict[str, dict[str, Any]], name: str) -> None:
-    for key in ("weight", "state1", "absmax1"):
-        parts = [torch.from_numpy(part[name][key]) for part in ranks]
-        assert_same_bits({key: torch.cat(parts)}, {key: torch.from_numpy(whole[name][key])})
+def _averaged(layout: str, world: int, seed: int) -> tuple[nn.Module, Any, torch.optim.Optimizer]:
+    """torch cannot copy a sharded model, so the average is made before it and the model are sharded."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
+    average = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
+    if layout == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)  # type: ignore[assignment]
+    elif layout == "fsdp2":
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+        fully_shard(model, mesh=mesh)
+        fully_shard(average.module, mesh=mesh)
+    return model, average, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def test_flat_block_wise_state_is_exact_on_its_layout(tmp_path: Path) -> None:
-    run_ranks(2, _blocks, tmp_path, True)
+def _average_on(rank: int, world: int, root: Path, layout: str, saved_from: str) -> dict[str, dict[str, Any]]:
+    def run(live: tuple[nn.Module, Any, torch.optim.Optimizer], steps: range) -> None:
+        for step in steps:
+            live[2].zero_grad()
+            live[0](torch.full((2, 6), 0.1 * step)).square().mean().backward()
+            live[2].step()
+            live[1].update_parameters(live[0])
+
+    def full(live: tuple[nn.Module, Any, torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
+        return {
+            name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+            for name, value in live[1].state_dict().items()
+        }
+
+    def manager(live: tuple[nn.Module, Any, torch.optim.Optimizer]) -> CheckpointManager:
+        return CheckpointManager(
+            f"file://{root}/store/{saved_from}",
+            model=live[0],
+            optimizer=live[2],
+            state={"ema": live[1]},
+            staging_dir=root / f"staging-{world}",
+            timeout_s=100,
+        )
+
+    states = {}
+    if layout == saved_from:
+        live = _averaged(layout, world, seed=0)
+        with manager(live) as saving:
+            saving.restore()
+            run(live, range(3))
+            saving.save(3)
+            states["saved"] = full(live)
+            run(live, range(3, 6))
+            states["end"] = full(live)
+    other = _averaged(layout, world, seed=1)
+    with manager(other) as restoring:
+        assert restoring.restore() == 3
+        states["restored"] = full(other)
+        run(other, range(3, 6))
+        states["resumed"] = full(other)
+    return {name: _sendable(state) for name, state in states.items()}
 
 
-def _undeclared(rank: int, world: int, root: Path) -> None:
-    model = _linear("fsdp2", world, 8, 16, seed=0)
-    optimizer = _block_wise(model, flat=False, declare=False)
-    with _block_manager(root, "undeclared", world, model, optimizer) as manager:
-        manager.restore()
-        with pytest.raises(InvalidInputError, match="declare_local_state") as caught:
-            _step(model, optimizer, range(1))  # the size of a snapshot is planned after the first step
-    assert caught.value.context["tensor"] == "optimizer.0.weight.state1"
-
-
-def test_plain_state_of_a_shards_size_is_refused_unless_it_is_declared(tmp_path: Path) -> None:
-    run_ranks(2, _undeclared, tmp_path)
+@pytest.mark.parametrize(("layout", "onto"), [("fsdp2", "ddp"), ("ddp", "fsdp2")])
+def test_average_of_the_weights_is_sharded_and_restored_like_a_model(
+    tmp_path: Path, layout: str, onto: str
+) -> None:
+    here = run_ranks(2, _average_on, tmp_path, layout, layout)[0]
+    there = run_ranks(3, _average_on, tmp_path, onto, layout)[0]
+    tensors = {
+        name: {key: torch.from_numpy(value) for key, value in state.items()} for name, state in here.items()
+    }
+    assert int(tensors["saved"]["n_averaged"]) == 3
+    assert_same_bits(tensors["restored"], tensors["saved"])
+    assert_same_bits(tensors["resumed"], tensors["end"])
+    assert_same_bits(
+        {key: torch.from_numpy(value) for key, value in there["restored"].items()}, tensors["saved"]
+    )

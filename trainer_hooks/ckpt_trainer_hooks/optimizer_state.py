@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ckpt_trainer_hooks.compat import as_dtensor
+
 __all__ = [
     "changed_order",
     "keeping_step_on_device",
@@ -51,9 +53,11 @@ def keeping_step_on_device(
 def changed_order(
     item: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]
 ) -> list[str]:
-    """What is wrong, if the optimizer keeps flat vectors over all parameters and their order is another."""
+    """What is wrong, if the optimizer keeps flat vectors over all parameters and they cannot be used here."""
     if not isinstance(optimizer, torch.optim.LBFGS) or not saved["scalars"]:
         return []
+    if any(as_dtensor(p) is not None for group in optimizer.param_groups for p in group["params"]):
+        return [f"{item}: its history is one vector over all parameters, and they are sharded here"]
     live = [names.get(id(p), "") for group in optimizer.param_groups for p in group["params"]]
     if live == [fqn for group in saved["groups"] for fqn in group["params"]]:
         return []
