@@ -21,6 +21,8 @@ def merge_values(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """
     merged: dict[str, Any] = {"items": {}, "aliases": {}}
     for part in parts:
+        if "parts" in part:
+            merged["parts"] = {**part["parts"], **merged.get("parts", {})}
         merged["aliases"] = {**part["aliases"], **merged["aliases"]}
         for name, item in part["items"].items():
             known = merged["items"].get(name)

@@ -6,7 +6,7 @@ Each function says what is relied on, so that a new torch release is checked in 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "as_dtensor",
     "default_store",
+    "flatten_wrapper",
     "inside_pipeline_schedule",
     "is_wrapper_step",
     "local_tensor",
@@ -49,6 +50,19 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
     Private: ``DTensor._local_tensor`` (``to_local()`` costs 20 times more and builds a graph node).
     """
     return tensor._local_tensor
+
+
+def flatten_wrapper(tensor: torch.Tensor) -> tuple[list[str], Any] | None:
+    """Return (names of the inner tensors, context) of a traceable wrapper subclass; None: it is none.
+
+    Private: ``torch.utils._python_dispatch.is_traceable_wrapper_subclass``; the methods are its protocol.
+    """
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    if not is_traceable_wrapper_subclass(tensor):
+        return None
+    names, context = tensor.__tensor_flatten__()
+    return list(names), context
 
 
 def mesh_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[str, ...], list[int]]:

@@ -175,7 +175,8 @@ def _placement(name: str, placement: object) -> Placement:
 def _check_class(name: str, local: torch.Tensor) -> None:
     if type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise InvalidInputError(
-            "tensor is made of parts that a copy of its elements would lose; store the parts",
+            "tensor is made of parts that a copy of its elements would lose; parts are stored of plain "
+            "parameters and buffers only, not of DTensors, optimizer state or plain values",
             tensor=name,
             type=f"{type(local).__module__}.{type(local).__qualname__}",
         )

@@ -52,8 +52,9 @@ def renamed(stored: Mapping[str, TensorLayout], values: dict[str, Any], rename: 
     aliases = {names.live(alias): names.live(name) for alias, name in values["aliases"].items()}
     if not names.changed:
         raise InvalidInputError("rename fits no tensor of the checkpoint", code="rename")
+    parts = {names.live(name): found for name, found in values.get("parts", {}).items()}
     items = _renamed_items(values["items"], names, {*layouts, *aliases})
-    return Renamed(layouts, {**values, "items": items, "aliases": aliases}, displaced)
+    return Renamed(layouts, {**values, "items": items, "aliases": aliases, "parts": parts}, displaced)
 
 
 def rename_layouts(stored: Mapping[str, TensorLayout], rename: Rename | None) -> Mapping[str, TensorLayout]:

@@ -8,7 +8,8 @@ What is in the values (docs/format.md, "State values"):
                        {"kind": "stateful",  "state": <tree>}
                        {"kind": "plain",     "value": <tree>}
                        {"kind": "generator", "type": .., "state": <tree>}},
-     "aliases": {<tensor name>: <the name it is stored under>}}
+     "aliases": {<tensor name>: <the name it is stored under>},
+     "parts":   {<tensor name>: <see ckpt_trainer_hooks.parts>}}     where there are any
 
 Items declared per rank, generators, and the random-number streams are in the rank's own values:
 
@@ -37,6 +38,7 @@ from ckpt_trainer_hooks.generators import capture_generator, generator_type, is_
 from ckpt_trainer_hooks.layout import LayoutBuilder, Placed, check_plain_class
 from ckpt_trainer_hooks.names import canonical_names, owned_tensors, parameter_names
 from ckpt_trainer_hooks.optimizer_capture import capture_optimizer, check_optimizers
+from ckpt_trainer_hooks.parts import describe_parts, inner_tensors, is_made_of_parts
 from ckpt_trainer_hooks.rng import capture_rng, restore_rng
 
 __all__ = ["FlatState", "ItemKind", "Leaf", "TrainState", "is_tensor_entry"]
@@ -196,6 +198,7 @@ class _Flattening:
         self._flat = FlatState()
         self._names: set[str] = set()
         self._aliases: dict[str, str] = {}
+        self._parts: dict[str, dict[str, Any]] = {}
         self._storages: dict[tuple[object, ...], str] = {}
 
     def run(self) -> FlatState:
@@ -216,7 +219,9 @@ class _Flattening:
             target[name] = encoders[self._state.kinds[name]](name, item)
         if not is_same_state(rng, capture_rng()):
             restore_rng(rng)  # a save must not change what training draws next
-        tree = {"items": shared, "aliases": self._aliases}
+        tree: dict[str, Any] = {"items": shared, "aliases": self._aliases}
+        if self._parts:
+            tree["parts"] = self._parts
         self._flat.values = encode_value(tree, leaf=self._shared_leaf)
         self._flat.rank_values = encode_value(
             {"items": own, "rng": rng, "rng_stream": self._state.rng_stream}, leaf=self._rank_leaf
@@ -225,11 +230,17 @@ class _Flattening:
 
     def _module(self, item: str, module: torch.nn.Module) -> dict[str, Any]:
         parameters = owned_tensors(module, buffers=False) if self._state.may_defer(item) else {}
+        wrappers = {fqn: t for fqn, t in owned_tensors(module).items() if is_made_of_parts(t)}
         state = module.state_dict()
         extra = {}
         for raw, fqn in canonical_names(module, list(state)).items():
             value = state[raw]
-            if is_tensor_entry(fqn, value):
+            if fqn in wrappers:  # itself: what state_dict() returns was detached, and may be computed
+                name = f"{item}.{fqn}"
+                self._parts[name] = describe_parts(name, wrappers[fqn])
+                for inner, tensor in inner_tensors(name, wrappers[fqn]):
+                    self._add_unless_alias(inner, tensor, deferred=fqn in parameters)
+            elif is_tensor_entry(fqn, value):
                 self._add_unless_alias(f"{item}.{fqn}", value, deferred=fqn in parameters)
             else:
                 extra[fqn] = value

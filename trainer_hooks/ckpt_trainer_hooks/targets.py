@@ -36,6 +36,7 @@ from ckpt_trainer_hooks.optimizer_state import (
     optimizer_entries,
     set_optimizer,
 )
+from ckpt_trainer_hooks.parts import describe_parts, difference, inner_tensors, is_made_of_parts
 from ckpt_trainer_hooks.redistribute import Spread, load_later
 from ckpt_trainer_hooks.renaming import renamed
 from ckpt_trainer_hooks.selection import RestoreOptions, can_cast
@@ -196,7 +197,12 @@ class _Collector:
                     self._result.mismatch.missing.append(f"{item}.{fqn}")
                 continue
             owner = owners.get(fqn)
-            if owner is not None and local_of(owner).data_ptr() == local_of(value).data_ptr():
+            if not self._has_fitting_parts(f"{item}.{fqn}", owner):
+                continue
+            if owner is not None and is_made_of_parts(owner):
+                for inner, tensor in inner_tensors(f"{item}.{fqn}", owner):
+                    self._into(inner, tensor)
+            elif owner is not None and local_of(owner).data_ptr() == local_of(value).data_ptr():
                 self._into(f"{item}.{fqn}", value)
             else:  # a state-dict hook made it; what is written into it would be lost
                 emitted[raw] = value.clone()
@@ -207,6 +213,18 @@ class _Collector:
             # Modules look up in it which version of themselves wrote the entries.
             emitted._metadata = getattr(live, "_metadata", {})  # type: ignore[attr-defined]
             self._result.apply.append(lambda: _load_emitted(module, emitted))
+
+    def _has_fitting_parts(self, name: str, live: torch.Tensor | None) -> bool:
+        """Whether the tensor was saved in the parts that the live one has; a plain one has none."""
+        saved = self._values.get("parts", {}).get(name)
+        has_parts = live is not None and is_made_of_parts(live)
+        if saved is None and not has_parts:
+            return True
+        problem = difference(saved, describe_parts(name, live) if live is not None and has_parts else None)
+        if problem:
+            self._result.mismatch.shapes.append(f"{name}: {problem}")
+            self._used |= {layout.name for key, layout in self._saved.items() if key.startswith(f"{name}.")}
+        return not problem
 
     def _optimizer(self, item: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
         names = parameter_names(self._state.modules)
