@@ -85,7 +85,7 @@ def runs_command(
             [Column("RUN"), Column("CHECKPOINTS", right=True), Column("LATEST"), Column("URL")],
             [(run.run, f"{run.checkpoints:,}", run.latest or "-", run.url) for run in found],
         )
-    print_line(counted(len(found), "run"))
+    print_line(counted(len(found), "run") + (f" below {root}" if root else " at the server"))
 
 
 def _detailed(shown: list[Row], limit: int, show_all: bool, long: bool) -> list[Row]:

@@ -216,6 +216,7 @@ def resolve(store: Store, text: str) -> CheckpointId:
             ) from error
         found = ident if exists(store, ident) else None
     if found is None:
+        require_run(store)
         raise NotFoundError("no such checkpoint", code="no-checkpoint", checkpoint=text, url=store.url)
     return found
 

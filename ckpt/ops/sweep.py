@@ -33,7 +33,7 @@ class Swept:
 
 
 def check_grace(older_than_s: float, *, force: bool) -> None:
-    """Raise InvalidInputError (code "grace") for a grace under an hour without ``force``, or a negative one."""
+    """Raise InvalidInputError ("grace") for a grace under an hour without ``force``, or a negative one."""
     if not older_than_s >= 0 or (older_than_s < GRACE_LEAST_S and not force):
         raise InvalidInputError(
             "a sweep must spare what is younger than an hour, where somebody may be writing",

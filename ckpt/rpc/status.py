@@ -101,8 +101,12 @@ def error_from_rpc(error: grpc.RpcError, *, target: str = "", method: str = "") 
     code = _call(error, "code") or grpc.StatusCode.UNKNOWN
     cls, reason = _FOREIGN.get(code, (CkptError, "internal"))
     details = _call(error, "details") or str(error)
+    if code is grpc.StatusCode.UNAVAILABLE and "connect" in details.lower():
+        message = "the staging server cannot be reached"
+    else:
+        message = f"call to the staging server failed: {code.name.lower()}"
     return cls(
-        f"call to the staging server failed: {code.name.lower()}",
+        message,
         code=reason,
         target=target,
         method=method,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -34,6 +35,7 @@ from ckpt.storage.s3_config import ClientLimits, S3Config, read_profile_keys, sp
 __all__ = ["ObstoreStore"]
 
 _PAGE = 1000
+_OS_ERROR = re.compile(r'message: "([^"]+)"')
 _CREDENTIALS_LIFE = timedelta(minutes=5)
 _runtime_pid: int | None = None
 
@@ -301,6 +303,15 @@ def _translate(error: Exception, key: str, url: str) -> CkptError:
         return ConflictError("the object exists", key=key, url=url)
     if isinstance(error, oberr.InvalidPathError | oberr.NotSupportedError | ValueError | TypeError):
         return InvalidInputError("the store cannot do this", key=key, url=url, reason=reason)
+    if "kind: Connect" in text:
+        # The engine's first line says only "error sending request"; why is deep in its debug text.
+        cause = _OS_ERROR.search(text)
+        return UnavailableError(
+            "the object store cannot be reached",
+            code="unreachable",
+            url=url,
+            reason=f"{reason}: {cause[1]}" if cause else reason,
+        )
     denied = isinstance(error, oberr.PermissionDeniedError | oberr.UnauthenticatedError) or any(
         f"status code: {status}" in text for status in ("401", "403")
     )

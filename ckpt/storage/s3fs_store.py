@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from botocore.exceptions import ConnectTimeoutError, EndpointConnectionError
+
 from ckpt.digest import Buffer
 from ckpt.errors import CkptError, ConflictError, InvalidInputError, NotFoundError, UnavailableError
 from ckpt.storage.base import ObjectInfo
@@ -78,6 +80,10 @@ class S3fsStore(FsspecStore):
             return ConflictError("the object exists", key=key, url=self._url)
         if status == 404:
             return NotFoundError("no such object", key=key, url=self._url)
+        if isinstance(error, EndpointConnectionError | ConnectTimeoutError):
+            return UnavailableError(
+                "the object store cannot be reached", code="unreachable", url=self._url, reason=str(error)
+            )
         if status in (401, 403):
             error = PermissionError(str(error))
         elif isinstance(error, FileNotFoundError) and status is not None:

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from ckpt.format.manifest import encode_manifest
 from ckpt.storage.open import open_store
 from ckpt_proto.v1 import disk_pb2
 from tests.support.builders import build_checkpoint, claim
-from tests.support.s3 import Ministack
+from tests.support.s3 import Ministack, free_port
 from tests.support.sealing import make_world, seal
 from tests.support.server import Server, eventually
 
@@ -567,6 +568,33 @@ def test_without_a_server_the_error_says_what_to_do(cli: Cli, url: str) -> None:
     assert "ckpt serve" in found.stderr
 
     assert "Traceback" in cli.run("list", url, "--server", "127.0.0.1:1", "--debug", code=FAILED).stderr
+
+
+@pytest.mark.parametrize("scheme", ["s3", "fsspec+s3"])
+def test_a_store_where_nobody_listens_is_told_soon_with_what_to_do(cli: Cli, scheme: str) -> None:
+    keys_ = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+    endpoint = f"http://127.0.0.1:{free_port()}"
+    began = time.monotonic()
+    found = cli.run("list", f"{scheme}://b/run", "--json", AWS_ENDPOINT_URL=endpoint, code=FAILED, **keys_)
+    assert time.monotonic() - began < 20  # half of it would do on a machine of our own
+    assert json.loads(found.stdout)["error"]["code"] == "unreachable"
+    assert "refused" in found.stderr or "Could not connect" in found.stderr
+    assert "AWS_ENDPOINT_URL" in found.stderr
+
+
+def test_a_wrong_url_is_no_run_whatever_is_asked(cli: Cli, url: str, server: Server) -> None:
+    wrong = url + "-wrong"
+    for arguments in (
+        ["list", wrong],
+        ["show", wrong],
+        ["verify", wrong],
+        ["verify", wrong, "--all"],
+        ["prune", wrong, "--keep-last", "1"],
+        ["pin", wrong, "latest"],
+    ):
+        for through in ([], ["--server", server.target]):
+            error = cli.json(*arguments, *through, code=NOT_FOUND)["error"]
+            assert (error["code"], error["context"]["url"]) == ("no-run", wrong), arguments
 
 
 def test_serve_becomes_the_server(cli: Cli, tmp_path: Path) -> None:
