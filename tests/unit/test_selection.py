@@ -11,7 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from ckpt import dtypes
 from ckpt.errors import InvalidInputError
+from ckpt_trainer_hooks.elements import zeros
+from ckpt_trainer_hooks.layout import torch_dtype
 from ckpt_trainer_hooks.selection import RestoreOptions, can_cast, rename_function
 from tests.support.bits import assert_same_bits, bits_of
 from tests.support.models import OddNet, full_state, train
@@ -172,7 +175,9 @@ def test_half_of_a_parameters_optimizer_state_is_refused_where_the_rest_is_not_t
     restore(taken, stepped, exclude=["optimizer.*.exp_avg_sq"])
     found_state = state_of(stepped)
     for name, tensor in kept.items():
-        assert (bits_of(found_state[name]) == bits_of(tensor)) == name.endswith(("exp_avg_sq", "step", "seen"))
+        assert (bits_of(found_state[name]) == bits_of(tensor)) == name.endswith(
+            ("exp_avg_sq", "step", "seen")
+        )
 
 
 def test_optimizer_state_of_a_left_out_parameter_of_another_shape_is_refused() -> None:
@@ -374,6 +379,14 @@ def test_I81_what_a_cast_may_never_do() -> None:
         ("int32", "int64"),
         ("bool", "int32"),
     } <= allowed
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_I81_every_pair_of_dtypes_is_answered_and_what_is_allowed_torch_can_copy() -> None:
+    for saved in dtypes.known_dtypes():
+        for live in map(torch_dtype, dtypes.known_dtypes()):
+            if can_cast(saved, live):
+                zeros((2,), live).copy_(zeros((2,), torch_dtype(saved)))
 
 
 # --- plain values and structure ---

@@ -8,6 +8,7 @@ values, and ``rng``) are taken or left whole: ``scheduler`` and ``scheduler.*`` 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -24,6 +25,7 @@ Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
 """From names in the checkpoint to live ones: a function, or patterns with one ``*`` on each side or none."""
 
 RNG_ITEM = "rng"
+_NOT_NUMBERS = re.compile(r"torch\.(float4.*|bits.*|u?int[1-7])")
 _WILDCARDS = ("*", "?", "[")
 
 
@@ -171,7 +173,8 @@ def can_cast(saved: str, live: torch.dtype) -> bool:
 
 
 def _is_packed(dtype: torch.dtype) -> bool:
-    return "float4" in str(dtype)
+    """Whether elements are not numbers of whole bytes: float4 pairs, bits, integers of less than 8 bits."""
+    return _NOT_NUMBERS.fullmatch(str(dtype)) is not None
 
 
 def _is_integer(dtype: torch.dtype) -> bool:
