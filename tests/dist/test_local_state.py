@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from ckpt.errors import InvalidInputError
 from ckpt_trainer_hooks import CheckpointManager, declare_local_state
 from tests.support.bits import assert_same_bits
+from tests.support.models import barrier
 from tests.support.optimizers import BlockwiseMomentum
 from tests.support.ranks import run_ranks
 
@@ -108,6 +109,7 @@ def _blocks_elsewhere(
             assert manager.restore() == 3
             found[name] = _sendable(_local_state(model, optimizer))
             _step(model, optimizer, range(3, 6))
+    barrier()  # rank 0 has the ranks' key-value store, and may not leave while others read the refusal
     return found
 
 
@@ -193,6 +195,7 @@ def _history(rank: int, world: int, root: Path) -> None:
         optimizer.state.clear()
         with pytest.raises(InvalidInputError, match="sharded here"):
             manager.restore(strict=False)
+    barrier()
 
 
 def _save_plain_history(rank: int, world: int, root: Path) -> None:
