@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 __all__ = ["copy_elements", "movable", "zeros"]
@@ -38,11 +40,11 @@ def movable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_STAND_INS[tensor.dtype.itemsize])
 
 
-def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """``torch.zeros`` on the CPU, also of dtypes that torch cannot fill."""
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None = None) -> torch.Tensor:
+    """``torch.zeros``, also of dtypes that torch cannot fill."""
     if dtype in _ORDINARY:
-        return torch.zeros(shape, dtype=dtype)
-    return torch.zeros(shape, dtype=_STAND_INS[dtype.itemsize]).view(dtype)
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.zeros(shape, dtype=_STAND_INS[dtype.itemsize], device=device).view(dtype)
 
 
 def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ckpt.errors import InvalidInputError
-from ckpt_trainer_hooks.elements import copy_elements, movable
+from ckpt_trainer_hooks.elements import copy_elements, movable, zeros
 
 __all__ = ["filled_later"]
 
@@ -26,7 +26,7 @@ def filled_later(name: str, live: torch.Tensor) -> tuple[torch.Tensor, Callable[
     ]
     if not repeated and not live.is_inference():
         return None
-    filled = torch.empty(live.shape, dtype=live.dtype, device=live.device)
+    filled = zeros(live.shape, live.dtype, live.device)
 
     def write() -> None:
         source, target = filled, live
