@@ -1,5 +1,6 @@
 """Checkpointing inside a PyTorch training loop."""
 
+from ckpt.format.values import register_value_type
 from ckpt_trainer_hooks.handle import SaveHandle
 from ckpt_trainer_hooks.loading import load, load_into
 from ckpt_trainer_hooks.local_state import declare_local_state
@@ -14,4 +15,5 @@ __all__ = [
     "declare_local_state",
     "load",
     "load_into",
+    "register_value_type",
 ]
