@@ -25,6 +25,8 @@ class Capture:
         volatile: copies that must be of this very moment.
         deferred: copies that may run until the next optimizer step.
         after: called after the copies (CPU only) while the live state still may not change.
+        witness: called with the copies of each kind once they are made (on CUDA on the training thread, with
+            the side stream current), while their sources are still what was copied.
         done: called once from whichever thread finishes, with None or the error; afterwards the arena
             holds the snapshot, or does not.
     """
@@ -36,11 +38,13 @@ class Capture:
         done: Callable[[CkptError | None], None],
         *,
         after: Callable[[], None] | None = None,
+        witness: Callable[[Copies], None] = lambda _: None,
     ) -> None:
         self._volatile = volatile
         self._deferred = deferred
         self._done = done
         self._after = after
+        self._witness = witness
         self._finished = threading.Event()
         self._verdict_lock = threading.Lock()
         self._verdict_known = False  # guarded by self._verdict_lock
@@ -59,6 +63,7 @@ class Capture:
                 self._finished.wait()
             return
         self._volatile.run()
+        self._witness(self._volatile)
         if overlapped and self._deferred.targets:
             on_thread(self._finish_cpu)
         else:
@@ -90,6 +95,8 @@ class Capture:
             self._deferred.run()
             self._event = torch.cuda.Event()
             self._event.record(side)
+            self._witness(self._volatile)
+            self._witness(self._deferred)
         # Kernels of the next forward that change buffers queue behind their copy.
         torch.cuda.current_stream().wait_event(volatile_done if overlapped else self._event)
 
@@ -102,6 +109,7 @@ class Capture:
         error: CkptError | None = None
         try:
             self._deferred.run()
+            self._witness(self._deferred)
             if self._after is not None:
                 self._after()
         except Exception as cause:  # noqa: BLE001 - the border of a thread: the error goes to the handle

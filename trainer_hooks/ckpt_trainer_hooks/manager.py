@@ -29,6 +29,7 @@ from ckpt.storage.open import open_store
 from ckpt.storage.staging import StagingDir, default_staging_path
 from ckpt_trainer_hooks.agree import Agreement
 from ckpt_trainer_hooks.compat import inside_pipeline_schedule
+from ckpt_trainer_hooks.fence import OptimizerFence
 from ckpt_trainer_hooks.flusher_process import python_path
 from ckpt_trainer_hooks.handle import SaveHandle
 from ckpt_trainer_hooks.layout import LayoutBuilder
@@ -38,6 +39,7 @@ from ckpt_trainer_hooks.policy import EveryNSteps, SaveDecisionPolicy
 from ckpt_trainer_hooks.redistribute import Redistribute, check_hooks
 from ckpt_trainer_hooks.restore import Restorer
 from ckpt_trainer_hooks.selection import Rename, RestoreOptions
+from ckpt_trainer_hooks.selftest import selftest_wanted
 from ckpt_trainer_hooks.session import (
     Session,
     agree_on_session,
@@ -89,6 +91,9 @@ class CheckpointManager:
         audit_every: compare replicas of parameters and optimizer state (on CPUs) in the first save and in
             every so-many-th after it; a difference keeps the step from being committed and names tensor and
             ranks. 0: never. Default 100 where the copy is overlapped, else 0: it costs a pass over the state.
+        selftest: read every sealed part back and compare it with digests taken from the live state; a
+            difference is an error that names the tensor. For what it costs see ckpt_trainer_hooks.selftest.
+            Default: whether $CKPT_SELFTEST is 1.
         staging_dir: on NVMe, shared by the ranks of a node; default $CKPT_STAGING or ~/.cache/ckpt/staging.
         server: gRPC target of a staging daemon (``unix:/path`` or ``host:port``); default ``$CKPT_SERVER``,
             else one is started on this node and leaves when its uploads are done.
@@ -125,6 +130,7 @@ class CheckpointManager:
         on_busy: Literal["wait", "skip", "fail"] = "wait",
         on_error: Literal["raise", "warn"] = "raise",
         audit_every: int | None = None,
+        selftest: bool | None = None,
         staging_dir: str | os.PathLike[str] | None = None,
         server: str | None = None,
         store_options: Mapping[str, str] | None = None,
@@ -164,7 +170,6 @@ class CheckpointManager:
         self._attempt: int | None = None
         self._parent: CheckpointId | None = None
         self._last_saved: int | None = None
-        self._optimizer_steps: int | None = None
         self._closed = False
         self._owner = os.getpid()
         self._pipeline = SavePipeline(
@@ -174,8 +179,9 @@ class CheckpointManager:
             run_key=run_key(self._config.url),
             server=self._server or self._staging.socket_target(),
             starts_server=self._server is None,
+            selftest=selftest_wanted(selftest),
         )
-        self._hooks = self._fence_optimizers()
+        self._fence = OptimizerFence(self._state.optimizers.values(), self._pipeline)
         atexit.register(self.close)
 
     # --- the loop ---
@@ -251,7 +257,7 @@ class CheckpointManager:
                 redistribute=self._redistribute,
             ).restore(str(step))
         self._begin_attempt(found)
-        self._optimizer_steps = 0
+        self._fence.restart()
         self._pipeline.retake_wanted = False  # of a state that is no more
         with self._agreement.together("prepare"):
             self._pipeline.prepare()
@@ -336,6 +342,7 @@ class CheckpointManager:
         """
         self._pipeline.wait_until_captured()
         self._wait_for_pending_saves(timeout_s)
+        self._pipeline.finish_selftests()
         problems = self._pipeline.take_problems()
         if problems:
             raise problems[0]
@@ -355,8 +362,7 @@ class CheckpointManager:
             return
         self._closed = True
         atexit.unregister(self.close)
-        for hook in self._hooks:
-            hook.remove()
+        self._fence.remove()
         self._pipeline.close()
         with contextlib.suppress(CkptError):  # else its server stays until this process ends; no harm
             self._staging.forget_trainer(os.getpid())
@@ -399,7 +405,7 @@ class CheckpointManager:
         ident = CheckpointId(step, self._attempt)
         self._pipeline.wait_until_captured()
         self._check_order(step)
-        self._warn_if_off_by_one(step)
+        self._fence.warn_if_off_by_one(step, 0 if self._parent is None else self._parent.step)
         if self._pipeline.busy and not arena_is_free(self._pipeline, self._on_busy, step):
             handle = SaveHandle(ident, skipped=True)
             handle.fail(BusyError("skipped: the save before is still being written", step=step))
@@ -454,33 +460,6 @@ class CheckpointManager:
         self._parent = parent
         self._saves = 0
         self._last_saved = None
-
-    def _fence_optimizers(self) -> list[Any]:
-        hooks = []
-        for number, optimizer in enumerate(self._state.optimizers.values()):
-            hooks.append(optimizer.register_step_pre_hook(lambda *_: self._pipeline.before_optimizer_step()))
-            if number == 0:
-                hooks.append(optimizer.register_step_post_hook(self._after_optimizer_step))
-        return hooks
-
-    def _after_optimizer_step(self, *_: object) -> None:
-        if self._optimizer_steps is None:
-            self._optimizer_steps = 0
-        self._optimizer_steps += 1
-        if self._optimizer_steps == 1:
-            self._pipeline.prepare()  # optimizers make their state in the first step; now the size is known
-
-    def _warn_if_off_by_one(self, step: int) -> None:
-        start = 0 if self._parent is None else self._parent.step
-        if self._optimizer_steps and step == start + self._optimizer_steps - 1:
-            event(
-                _log,
-                logging.WARNING,
-                "save.step_looks_off_by_one",
-                step=step,
-                optimizer_steps=start + self._optimizer_steps,
-                hint="pass the number of completed steps to save(), or the iteration to step()",
-            )
 
     def _wait_for_pending_saves(self, timeout_s: float | None = None) -> None:
         wait_for_saves(self._pipeline.pending, self._config, self._staging, timeout_s)

@@ -22,7 +22,8 @@ from ckpt_trainer_hooks.environment import environment
 from ckpt_trainer_hooks.flusher_process import FlusherProcess
 from ckpt_trainer_hooks.handle import SaveHandle
 from ckpt_trainer_hooks.pinned import pin, unpin
-from ckpt_trainer_hooks.snapshot import Binding, SnapshotPlan, plan_snapshot
+from ckpt_trainer_hooks.selftest import SelfTest
+from ckpt_trainer_hooks.snapshot import Binding, Copies, SnapshotPlan, plan_snapshot
 from ckpt_trainer_hooks.state import FlatState, TrainState
 
 __all__ = ["Origin", "SavePipeline"]
@@ -55,10 +56,19 @@ class SavePipeline:
         run_key: the run's folder in it.
         server: gRPC target of the staging server.
         starts_server: the flusher starts an embedded server whenever none answers.
+        selftest: read every sealed segment back; see ckpt_trainer_hooks.selftest.
     """
 
     def __init__(
-        self, state: TrainState, *, rank: int, staging: Path, run_key: str, server: str, starts_server: bool
+        self,
+        state: TrainState,
+        *,
+        rank: int,
+        staging: Path,
+        run_key: str,
+        server: str,
+        starts_server: bool,
+        selftest: bool = False,
     ) -> None:
         self._state = state
         self._rank = rank
@@ -70,6 +80,7 @@ class SavePipeline:
             on_death=self._on_flusher_death,
             starts_server=starts_server,
         )
+        self._selftest = SelfTest(staging, run_key, rank, self._fail) if selftest else None
         self._lock = threading.Lock()
         self._handles: dict[int, SaveHandle] = {}  # guarded by self._lock; by sequence
         self._problems: list[CkptError] = []  # guarded by self._lock
@@ -137,10 +148,23 @@ class SavePipeline:
             binding.copies(flat.leaves, deferred=True),
             lambda error: self._captured(handle, flush, error),
             after=None if audit is None else lambda: _fill_in(audit, binding, flush),
+            **self._witness(ident, plan, flat),
         )
         self._capture = capture
         capture.start(overlapped=overlapped, on_thread=self._submit)
         return handle
+
+    def _witness(
+        self, ident: CheckpointId, plan: SnapshotPlan, flat: FlatState
+    ) -> dict[str, Callable[[Copies], None]]:
+        if self._selftest is None:
+            return {}
+        return {"witness": self._selftest.begin(self._sequence, ident, plan, flat)}
+
+    def finish_selftests(self) -> None:
+        """Block until every save is checked, where that is wanted. All saves must be over."""
+        if self._selftest is not None:
+            self._selftest.finish()
 
     @property
     def busy(self) -> bool:
@@ -181,6 +205,8 @@ class SavePipeline:
         self.wait_until_captured()
         self._threads.shutdown(wait=True)
         self._flusher.close(wait=False)
+        if self._selftest is not None:
+            self._selftest.close()
         for handle in self.pending():  # nobody will hear of their commit; whoever waits must not hang
             handle.fail_upload(
                 UnavailableError(
@@ -285,6 +311,8 @@ class SavePipeline:
 
     def _fail(self, sequence: int, error: CkptError) -> None:
         error.context.setdefault("rank", self._rank)
+        if self._selftest is not None:
+            self._selftest.drop(sequence)
         with self._lock:
             handle = self._handles.pop(sequence, None)
             if not isinstance(error, SnapshotTornError):
@@ -298,13 +326,15 @@ class SavePipeline:
         state = flusher_pb2.FlusherEvent
         with self._lock:
             handle = self._handles.get(message.sequence)
-        if message.state == state.STATE_SEALED and handle is not None:
-            handle.settle(handle.local_completion)
-        elif message.state == state.STATE_COMMITTED and handle is not None:
-            handle.settle(handle.local_completion)
-            handle.settle(handle.upload_completion)
-            with self._lock:
-                self._handles.pop(message.sequence, None)
+        if message.state in (state.STATE_SEALED, state.STATE_COMMITTED) and handle is not None:
+            is_committed = message.state == state.STATE_COMMITTED
+            if self._selftest is None:
+                self._reached(message.sequence, handle, is_committed=is_committed)
+            else:
+                sealed, sequence = handle, message.sequence
+                self._selftest.after_check(
+                    sequence, lambda: self._reached(sequence, sealed, is_committed=is_committed)
+                )
         elif message.state in (state.STATE_FAILED, state.STATE_WARNING):
             info = message.error
             error = from_kind(info.kind, info.message, code=info.code, context=dict(info.context))
@@ -312,6 +342,13 @@ class SavePipeline:
                 self._fail(message.sequence, error)
             else:
                 event(_log, logging.WARNING, "save.degraded", error=error)
+
+    def _reached(self, sequence: int, handle: SaveHandle, *, is_committed: bool) -> None:
+        handle.settle(handle.local_completion)
+        if is_committed:
+            handle.settle(handle.upload_completion)
+            with self._lock:
+                self._handles.pop(sequence, None)
 
     def _on_flusher_death(self, exit_code: int) -> None:
         with self._lock:
