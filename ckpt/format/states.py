@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["MODULE", "OPTIMIZER", "merge_values"]
+__all__ = ["GRADIENTS", "MODULE", "OPTIMIZER", "merge_values"]
 
 # docs/format.md, "State values": the kinds of items that have a part on each rank.
 MODULE = "module"
 OPTIMIZER = "optimizer"
+GRADIENTS = "gradients"
 
 
 def merge_values(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -35,4 +36,6 @@ def merge_values(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 known["scalars"] = {**item["scalars"], **known["scalars"]}
                 known["forms"] = {**item.get("forms", {}), **known.get("forms", {})}
                 known["common"] = {**item["common"], **known["common"]}
+            elif known["kind"] == item["kind"] == GRADIENTS:
+                known["own"] = known["own"] or item["own"]
     return merged

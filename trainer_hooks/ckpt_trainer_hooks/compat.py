@@ -19,13 +19,21 @@ if TYPE_CHECKING:
 __all__ = [
     "as_dtensor",
     "default_store",
+    "fsdp_groups",
+    "fsdp_parameters",
     "flatten_wrapper",
+    "gradient_device",
     "inside_pipeline_schedule",
     "is_wrapper_step",
     "local_tensor",
     "mesh_ranks",
+    "partial_reduction",
     "root_mesh",
+    "set_partial_reduction",
+    "set_unsharded_gradient",
     "strided_split_factor",
+    "unsharded_gradient",
+    "unsharded_mesh",
     "version_of",
 ]
 
@@ -136,6 +144,88 @@ def is_wrapper_step(module: torch.nn.Module, child: str) -> bool:
     if child == "_checkpoint_wrapped_module":
         return _is_a(module, "CheckpointWrapper", "OffloadWrapper")
     return False
+
+
+def fsdp_groups(root: torch.nn.Module) -> list[Any]:
+    """The parameter groups of every module under ``root`` that ``fully_shard`` was called on, in order.
+
+    Private: ``FSDPModule._get_fsdp_state()``, its ``_fsdp_param_groups`` (one ``_fsdp_param_group`` in older
+    releases).
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever calls fully_shard has imported it
+    if fsdp is None or not hasattr(fsdp, "FSDPModule"):
+        return []
+    groups: dict[int, Any] = {}
+    for module in root.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            state = module._get_fsdp_state()
+            found = getattr(state, "_fsdp_param_groups", None)
+            for group in [state._fsdp_param_group] if found is None else found:
+                if group is not None:
+                    groups[id(group)] = group
+    return list(groups.values())
+
+
+def fsdp_parameters(group: Any) -> list[tuple[torch.nn.Module, str, Any]]:
+    """(module, name in it, FSDPParam) of each parameter of a group; a tied one under its first name.
+
+    Private: ``FSDPParamGroup.fsdp_params``, ``FSDPParam._module_info``, ``.sharded_param``.
+    """
+    return [
+        (param._module_info.module, param._module_info.param_name, param) for param in group.fsdp_params
+    ]
+
+
+def unsharded_gradient(param: Any) -> torch.Tensor | None:
+    """The sum of the backward passes that were not reduced: full size, different on every rank.
+
+    Private: ``FSDPParam.unsharded_accumulated_grad`` where gradients are reduced in another dtype, else the
+    ``grad`` of ``FSDPParam._unsharded_param``, which exists from the first forward on.
+    """
+    found: torch.Tensor | None = param.unsharded_accumulated_grad
+    if found is None and hasattr(param, "_unsharded_param"):
+        found = param._unsharded_param.grad
+    return found
+
+
+def set_unsharded_gradient(param: Any, gradient: torch.Tensor | None) -> None:
+    """Make ``gradient`` what the next backward adds to.
+
+    Always in ``unsharded_accumulated_grad``: there is no unsharded parameter before the first forward. FSDP
+    adds to it in place, as autograd would to ``grad``, so the bits are the same.
+    """
+    param.unsharded_accumulated_grad = gradient
+    if hasattr(param, "_unsharded_param"):
+        param._unsharded_param.grad = None
+
+
+def unsharded_mesh(param: Any) -> DeviceMesh | None:
+    """The mesh of an unsharded gradient that is a DTensor (FSDP2 over TP), or None.
+
+    Private: ``FSDPParam._unsharded_dtensor_spec``, ``_tp_spec`` in older releases.
+    """
+    spec = getattr(param, "_unsharded_dtensor_spec", None) or getattr(param, "_tp_spec", None)
+    return None if spec is None else spec.mesh
+
+
+def gradient_device(owner: Any) -> torch.device:
+    """Where an FSDPParam or FSDPParamGroup computes. Private: ``device`` of either."""
+    device: torch.device = owner.device
+    return device
+
+
+def partial_reduction(group: Any) -> torch.Tensor | None:
+    """HSDP without all-reduce: the sum of a whole group, reduced over the shards and not over the replicas.
+
+    Private: ``FSDPParamGroup._partial_reduce_output``.
+    """
+    found: torch.Tensor | None = group._partial_reduce_output
+    return found
+
+
+def set_partial_reduction(group: Any, value: torch.Tensor | None) -> None:
+    """Set what :func:`partial_reduction` returns."""
+    group._partial_reduce_output = value
 
 
 def _is_a(module: torch.nn.Module, *names: str) -> bool:

@@ -7,7 +7,8 @@ What is in the values (docs/format.md, "State values"):
                         "common": {..}, ..}      see ckpt_trainer_hooks.optimizer_capture
                        {"kind": "stateful",  "state": <tree>}
                        {"kind": "plain",     "value": <tree>}
-                       {"kind": "generator", "type": .., "state": <tree>}},
+                       {"kind": "generator", "type": .., "state": <tree>}
+                       {"kind": "gradients", "done": .., "of": .., "own": ..}},
      "aliases": {<tensor name>: <the name it is stored under>},
      "parts":   {<tensor name>: <see ckpt_trainer_hooks.parts>}}     where there are any
 
@@ -35,6 +36,7 @@ from ckpt_trainer_hooks.chunks import as_one_module
 from ckpt_trainer_hooks.collector import collector_paused
 from ckpt_trainer_hooks.data import settle_loader, warn_of_generators
 from ckpt_trainer_hooks.generators import capture_generator, generator_type, is_same_state
+from ckpt_trainer_hooks.gradients import GradientState, gradient_slots, own_record
 from ckpt_trainer_hooks.layout import LayoutBuilder, Placed, check_plain_class
 from ckpt_trainer_hooks.names import canonical_names, owned_tensors, parameter_names
 from ckpt_trainer_hooks.optimizer_capture import capture_optimizer, check_optimizers
@@ -58,6 +60,7 @@ class ItemKind(StrEnum):
     STATEFUL = "stateful"
     PLAIN = "plain"
     GENERATOR = "generator"
+    GRADIENTS = "gradients"
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +200,7 @@ class _Flattening:
         self._builder = state.builder
         self._flat = FlatState()
         self._names: set[str] = set()
+        self._own_gradients: dict[str, Any] = {}
         self._aliases: dict[str, str] = {}
         self._parts: dict[str, dict[str, Any]] = {}
         self._storages: dict[tuple[object, ...], str] = {}
@@ -208,6 +212,7 @@ class _Flattening:
             ItemKind.STATEFUL: self._stateful,
             ItemKind.PLAIN: self._plain,
             ItemKind.GENERATOR: self._generator,
+            ItemKind.GRADIENTS: self._gradients,
         }
         for stateful in self._state.of_kind(ItemKind.STATEFUL).values():
             settle_loader(stateful)
@@ -216,7 +221,9 @@ class _Flattening:
         own: dict[str, Any] = {}
         for name, item in self._state.items.items():
             target = own if self._state.is_own(name) else shared
-            target[name] = encoders[self._state.kinds[name]](name, item)
+            if not (isinstance(item, GradientState) and item.is_empty):
+                target[name] = encoders[self._state.kinds[name]](name, item)
+        own |= self._own_gradients
         if not is_same_state(rng, capture_rng()):
             restore_rng(rng)  # a save must not change what training draws next
         tree: dict[str, Any] = {"items": shared, "aliases": self._aliases}
@@ -265,6 +272,25 @@ class _Flattening:
             "kind": str(ItemKind.GENERATOR),
             "type": generator_type(generator),
             "state": capture_generator(generator),
+        }
+
+    def _gradients(self, item: str, gradients: GradientState) -> dict[str, Any]:
+        own = {}
+        for slot in gradient_slots(self._state.modules):
+            value = slot.get()
+            if value is None:
+                continue
+            if slot.is_shared(value):
+                name = f"{item}.{slot.name}"
+                self._append(name, self._builder.place(name, value), deferred=False)
+            else:
+                own[slot.name] = own_record(slot, value)
+        self._own_gradients[item] = {"kind": str(ItemKind.GRADIENTS), "own": own}
+        return {
+            "kind": str(ItemKind.GRADIENTS),
+            "done": gradients.done,
+            "of": gradients.of,
+            "own": bool(own),
         }
 
     def _shared_leaf(self, path: str, value: object) -> str | None:
@@ -339,6 +365,8 @@ def _kind(name: str, item: object) -> ItemKind:
         return ItemKind.MODULE
     if isinstance(item, torch.optim.Optimizer):
         return ItemKind.OPTIMIZER
+    if isinstance(item, GradientState):
+        return ItemKind.GRADIENTS
     if generator_type(item) is not None:
         return ItemKind.GENERATOR
     if hasattr(item, "state_dict") and hasattr(item, "load_state_dict"):

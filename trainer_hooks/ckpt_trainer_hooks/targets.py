@@ -22,6 +22,7 @@ from ckpt_trainer_hooks.compat import as_dtensor, local_tensor
 from ckpt_trainer_hooks.data import settle_loader
 from ckpt_trainer_hooks.elements import zeros
 from ckpt_trainer_hooks.generators import generator_type, restore_generator
+from ckpt_trainer_hooks.gradients import GradientState, clear_gradients, gradient_slots, misfit, put_record
 from ckpt_trainer_hooks.indirect import filled_later
 from ckpt_trainer_hooks.layout import dtype_name, torch_dtype
 from ckpt_trainer_hooks.local_state import declared
@@ -129,6 +130,7 @@ class _Collector:
             ItemKind.STATEFUL: self._stateful,
             ItemKind.PLAIN: self._plain,
             ItemKind.GENERATOR: self._generator,
+            ItemKind.GRADIENTS: self._gradients,
         }
         shared = self._values["items"]
         order = sorted(self._state.items, key=lambda name: list(collectors).index(self._state.kinds[name]))
@@ -139,7 +141,9 @@ class _Collector:
             kind = self._state.kinds[name]
             if self._state.is_own(name):
                 self._result.own[name] = saved is not None
-            if saved is None:
+            if kind is ItemKind.GRADIENTS and saved is None:  # saved between accumulations
+                self._gradients(name, self._state.items[name], {"done": 0, "of": 0, "own": False})
+            elif saved is None:
                 self._result.mismatch.missing.append(f"{name} (whole item)")
             elif saved["kind"] != str(kind):
                 self._result.mismatch.shapes.append(f"{name}: saved as {saved['kind']}, live {kind}")
@@ -360,6 +364,36 @@ class _Collector:
             self._result.apply.append(lambda: saved["reseed"](generator))
         else:
             self._result.apply.append(lambda: restore_generator(generator, saved["state"]))
+
+    def _gradients(self, item: str, gradients: GradientState, saved: Mapping[str, Any]) -> None:
+        """Sums of an accumulation: what FSDP2 has reduced onto any layout, all else where it was."""
+        modules = self._state.modules
+        self._result.apply.append(lambda: clear_gradients(modules))
+        own: dict[str, Any] = dict(self._rank_items.get(item, {"own": {}})["own"])
+        for slot in gradient_slots(modules):
+            stored = f"{item}.{slot.name}"
+            if slot.name in own:
+                record = own.pop(slot.name)
+                problem = misfit(slot, record)
+                if problem is not None:
+                    self._result.mismatch.shapes.append(f"{stored}: {problem}")
+                self._result.apply.append(functools.partial(put_record, slot, record))
+            elif slot.place == "grad" and stored in self._saved:
+                dtype = torch_dtype(self._saved[stored].dtype)
+                sum_here = torch.zeros_like(slot.owner.detach(), dtype=dtype)
+                self._into(stored, sum_here)
+                self._result.apply.append(functools.partial(slot.set, sum_here))
+        self._result.mismatch.shapes += [f"{item}.{name}: {misfit(None, own[name])}" for name in own]
+        if saved["own"] and item not in self._rank_items:
+            self._result.mismatch.shapes.append(
+                f"{item}: saved within an accumulation, with sums that are each rank's own; they go on only "
+                "on the layout that saved them"
+            )
+
+        def go_on() -> None:
+            gradients.done, gradients.of = saved["done"], saved["of"]
+
+        self._result.apply.append(go_on)
 
     def _plain(self, item: str, mapping: Any, saved: Mapping[str, Any]) -> None:
         def fill() -> None:
