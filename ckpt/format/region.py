@@ -89,11 +89,17 @@ def local_region(layout: TensorLayout, rank: int) -> Region | None:
 
 
 def _region_at(layout: TensorLayout, coord: Coord) -> Region:
-    splits, _ = splits_of(layout.mesh.shape, layout.placements, len(layout.global_shape))
+    return _region_of(layout.global_shape, layout.mesh.shape, layout.placements, coord)
+
+
+@lru_cache(maxsize=16384)
+def _region_of(shape: Shape, mesh_shape: Shape, placements: tuple[Placement, ...], coord: Coord) -> Region:
+    # Most tensors of a model have one of a few shapes.
+    splits, _ = splits_of(mesh_shape, placements, len(shape))
     return Region(
         tuple(
             _shard_runs(size, split.chain, tuple([coord[dim] for dim in split.mesh_dims]))
-            for size, split in zip(layout.global_shape, splits, strict=True)
+            for size, split in zip(shape, splits, strict=True)
         )
     )
 
@@ -362,6 +368,8 @@ def right_to_left(layout: TensorLayout) -> TensorLayout | None:
         ``layout`` itself if nothing is strided; None if a split factor is not the number of later
         shards of its dim, so that no such order exists.
     """
+    if not any(isinstance(p, StridedShard) for p in layout.placements):
+        return layout
     mesh = layout.mesh
     order = list(range(mesh.ndim))
     for tensor_dim in {p.dim for p in layout.placements if isinstance(p, StridedShard)}:
@@ -379,8 +387,6 @@ def right_to_left(layout: TensorLayout) -> TensorLayout | None:
             count *= mesh.shape[mesh_dim]
         for slot, mesh_dim in zip(slots, chosen, strict=True):
             order[slot] = mesh_dim
-    if not any(isinstance(p, StridedShard) for p in layout.placements):
-        return layout
     placements = tuple(_plain(layout.placements[dim]) for dim in order)
     return replace(layout, mesh=mesh.permute(order), placements=placements)
 
