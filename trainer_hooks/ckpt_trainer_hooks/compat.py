@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 __all__ = [
     "as_dtensor",
     "default_store",
+    "flatten_wrapper",
     "fsdp_groups",
     "fsdp_parameters",
-    "flatten_wrapper",
     "gradient_device",
     "inside_pipeline_schedule",
+    "is_fsdp1",
     "is_wrapper_step",
     "local_tensor",
     "mesh_ranks",
@@ -130,6 +131,11 @@ def inside_pipeline_schedule() -> bool:
     return False
 
 
+def is_fsdp1(module: torch.nn.Module) -> bool:
+    """Whether the module is FSDP1's wrapper. By name: a program without it need not import it."""
+    return _is_a(module, "FullyShardedDataParallel")
+
+
 def is_wrapper_step(module: torch.nn.Module, child: str) -> bool:
     """Return whether going from ``module`` to its child ``child`` only unwraps a wrapper.
 
@@ -143,6 +149,8 @@ def is_wrapper_step(module: torch.nn.Module, child: str) -> bool:
         return _is_a(module, "OptimizedModule")
     if child == "_checkpoint_wrapped_module":
         return _is_a(module, "CheckpointWrapper", "OffloadWrapper")
+    if child == "_fsdp_wrapped_module":
+        return is_fsdp1(module)
     return False
 
 
@@ -171,9 +179,7 @@ def fsdp_parameters(group: Any) -> list[tuple[torch.nn.Module, str, Any]]:
 
     Private: ``FSDPParamGroup.fsdp_params``, ``FSDPParam._module_info``, ``.sharded_param``.
     """
-    return [
-        (param._module_info.module, param._module_info.param_name, param) for param in group.fsdp_params
-    ]
+    return [(param._module_info.module, param._module_info.param_name, param) for param in group.fsdp_params]
 
 
 def unsharded_gradient(param: Any) -> torch.Tensor | None:

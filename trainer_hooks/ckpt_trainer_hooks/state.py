@@ -35,6 +35,7 @@ from ckpt_proto.v1 import common_pb2
 from ckpt_trainer_hooks.chunks import as_one_module
 from ckpt_trainer_hooks.collector import collector_paused
 from ckpt_trainer_hooks.data import settle_loader, warn_of_generators
+from ckpt_trainer_hooks.fsdp1 import Fsdp1Views
 from ckpt_trainer_hooks.generators import capture_generator, generator_type, is_same_state
 from ckpt_trainer_hooks.gradients import GradientState, gradient_slots, own_record
 from ckpt_trainer_hooks.layout import LayoutBuilder, Placed, check_plain_class
@@ -135,6 +136,8 @@ class TrainState:
             if self.kinds[name] in (ItemKind.MODULE, ItemKind.OPTIMIZER):
                 raise InvalidInputError("modules and optimizers cannot be declared per rank", item=name)
         check_optimizers(self.optimizers)
+        self.fsdp1 = Fsdp1Views(self.items)
+        self.items = self.fsdp1.replacing(self.items)
         warn_of_generators(self.items)
         self.builder = builder
         self.rank = rank
@@ -189,6 +192,7 @@ class TrainState:
         Raises:
             InvalidInputError: something that cannot be stored exactly, named by its path.
         """
+        self.fsdp1.pull()
         return _Flattening(self).run()
 
 

@@ -90,7 +90,10 @@ def collect_targets(
     Raises:
         InvalidInputError: the options fit nothing; what does not fit the live state is in the result.
     """
-    return _Collector(state, saved, values, rank_values, options or RestoreOptions(), spread).run()
+    state.fsdp1.pull()
+    targets = _Collector(state, saved, values, rank_values, options or RestoreOptions(), spread).run()
+    targets.apply.append(state.fsdp1.push)
+    return targets
 
 
 class _Collector:
@@ -262,7 +265,7 @@ class _Collector:
             if self._options.takes(f"{item}.{fqn}.")
         ]
         known = {fqn: parameter for fqn, parameter in parameters.items() if fqn in listed}
-        common = saved["common"] if is_whole else {}
+        common = saved["common"] if is_whole else None
         self._result.apply.append(lambda: set_optimizer(optimizer, known, loaded, groups, common))
 
     def _optimizer_state(
@@ -389,11 +392,7 @@ class _Collector:
                 f"{item}: saved within an accumulation, with sums that are each rank's own; they go on only "
                 "on the layout that saved them"
             )
-
-        def go_on() -> None:
-            gradients.done, gradients.of = saved["done"], saved["of"]
-
-        self._result.apply.append(go_on)
+        self._result.apply.append(lambda: gradients.go_on(saved["done"], saved["of"]))
 
     def _plain(self, item: str, mapping: Any, saved: Mapping[str, Any]) -> None:
         def fill() -> None:
