@@ -141,16 +141,20 @@ def _restore_elsewhere(rank: int, world: int, root: Path, layout: str, skipped: 
 
 
 @pytest.mark.parametrize(
-    ("layout", "others"),
-    [("fsdp2", (("single", 1), ("tp", 2), ("fsdp2", 3))), ("tp", (("fsdp2", 2),))],
+    ("layout", "world", "others"),
+    [
+        ("fsdp2", 2, (("single", 1), ("fsdp2", 3))),
+        ("tp", 2, (("fsdp2", 2),)),
+        ("single", 1, (("fsdp2", 2), ("tp", 2))),
+    ],
 )
 def test_I16_I28_resumed_run_is_bitwise_the_uninterrupted_one_with_every_optimizer(
-    tmp_path: Path, layout: str, others: tuple[tuple[str, int], ...]
+    tmp_path: Path, layout: str, world: int, others: tuple[tuple[str, int], ...]
 ) -> None:
-    run_ranks(2, _save_and_resume, tmp_path, layout)
-    for other, world in others:
-        gone = frozenset(FSDP_ONLY) if "tp" in (layout, other) and other != "tp" else frozenset()
-        run_ranks(world, _restore_elsewhere, tmp_path, other, gone)
+    run_ranks(world, _save_and_resume, tmp_path, layout)
+    for other, ranks in others:
+        gone = frozenset(FSDP_ONLY) if layout == "tp" else frozenset()
+        run_ranks(ranks, _restore_elsewhere, tmp_path, other, gone)
 
 
 def _sendable(state: dict[str, torch.Tensor]) -> dict[str, Any]:

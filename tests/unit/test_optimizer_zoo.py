@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from ckpt.errors import InvalidInputError
+from ckpt_trainer_hooks.optimizer_state import keeping_step_on_device
 from tests.support.bits import assert_same_bits
 from tests.support.models import OddNet
 from tests.support.snapshot_trip import put_back, take, train_state
@@ -238,6 +239,42 @@ def test_optimizer_that_keeps_another_one_is_refused_until_that_one_is_registere
     assert caught.value.context["attribute"] == "base_optimizer"
 
     train_state(model=model, optimizer=around, optimizer_base=around.base_optimizer)
+
+
+def test_optimizer_that_keeps_several_others_is_refused() -> None:
+    class Many(torch.optim.SGD):
+        def __init__(self, params: Any) -> None:
+            params = list(params)
+            super().__init__(params, lr=0.1)
+            self.inner = {"body": torch.optim.AdamW(params)}
+
+    model = OddNet()
+    with pytest.raises(InvalidInputError, match="inner"):
+        train_state(model=model, optimizer=Many(model.parameters()))
+
+
+def test_state_of_the_optimizers_own_is_replaced_not_mixed() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.state["seen"] = 1  # type: ignore[index,assignment]
+    taken = take(train_state(model=model, optimizer=optimizer))
+    fresh = torch.optim.AdamW(model.parameters())
+    fresh.state["stale"] = 2  # type: ignore[index,assignment]
+    put_back(taken, train_state(model=model, optimizer=fresh))
+
+    assert dict(fresh.state) == {"seen": 1}
+
+
+@pytest.mark.parametrize("option", ["capturable", "fused"])
+def test_counters_are_where_the_restored_options_want_them(option: str) -> None:
+    """The live optimizer's options are replaced by the saved ones, so those decide where ``step`` is."""
+    live = torch.optim.AdamW([{"params": [torch.zeros(1)]}, {"params": [torch.zeros(2)]}])
+    first, second = (id(group["params"][0]) for group in live.param_groups)
+
+    assert keeping_step_on_device(live, [{option: True}, {}]) == {first}
+    live.param_groups[1][option] = True
+    assert keeping_step_on_device(live) == {second}
+    assert keeping_step_on_device(live, [{option: False}, {option: False}]) == set()
 
 
 class _Named(nn.Module):

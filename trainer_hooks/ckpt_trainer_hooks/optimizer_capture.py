@@ -39,12 +39,15 @@ def check_optimizers(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
     registered = {id(optimizer) for optimizer in optimizers.values()}
     for item, optimizer in optimizers.items():
         for attribute, value in vars(optimizer).items():
-            if isinstance(value, torch.optim.Optimizer) and id(value) not in registered:
+            parts = value.values() if isinstance(value, dict) else value
+            for part in parts if isinstance(value, dict | list | tuple) else (value,):
+                if not isinstance(part, torch.optim.Optimizer) or id(part) in registered:
+                    continue
                 raise InvalidInputError(
                     "the optimizer keeps another one, whose state is not its own: register that one (too)",
                     optimizer=item,
                     attribute=attribute,
-                    type=type(value).__name__,
+                    type=type(part).__name__,
                 )
 
 
@@ -76,15 +79,16 @@ def capture_optimizer(
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         groups.append({"params": fqns, "options": options})
         for fqn, parameter in zip(fqns, group["params"], strict=True):
-            for key, value in optimizer.state.get(parameter, {}).items():
-                walk.entry(fqn, parameter, key, value)
-    state: Mapping[Any, Any] = optimizer.state  # keys of its own beside the parameters
+            state = optimizer.state.get(parameter)
+            if state:
+                walk.parameter(fqn, parameter, state)
+    every: Mapping[Any, Any] = optimizer.state  # has keys of its own beside the parameters
     return {
         "kind": "optimizer",
         "type": type(optimizer).__name__,
         "groups": groups,
         "scalars": walk.scalars,
-        "common": {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)},
+        "common": {key: value for key, value in every.items() if not isinstance(key, torch.Tensor)},
         "forms": walk.forms,
         "block_size": walk.declared.block_size,
     }
@@ -107,25 +111,30 @@ class _Walk:
         self._rank = rank
         self._add = add
 
-    def entry(self, fqn: str, parameter: torch.Tensor, key: str, value: object) -> None:
-        if not isinstance(value, torch.Tensor):
-            _refuse_nested_dtensors(f"{self._item}.{fqn}.{key}", value)
-            self.scalars.setdefault(fqn, {})[key] = value
-            return
-        name = f"{self._item}.{fqn}.{key}"
+    def parameter(self, fqn: str, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
+        is_sharded = as_dtensor(parameter) is not None
+        for key, value in state.items():
+            name = f"{self._item}.{fqn}.{key}"
+            if not isinstance(value, torch.Tensor):
+                _refuse_nested_dtensors(name, value)
+                self.scalars.setdefault(fqn, {})[key] = value
+            elif key in self.declared.scales or key in self.declared.shards:
+                self._declared(name, fqn, parameter, key, value)
+            else:
+                if is_sharded or as_dtensor(value) is not None:
+                    self._note_form(name, fqn, parameter, key, value)
+                self._add(self._builder.place(name, value))
+
+    def _declared(self, name: str, fqn: str, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
         if key in self.declared.scales:
             self._form(fqn, key, "scales")
             block = self.declared.block_size
             self._add(place_scales(self._builder, self._rank, name, parameter, value, block))
-        elif key in self.declared.shards:
+        else:
             self._form(fqn, key, "shard-flat" if value.ndim == 1 != parameter.ndim else "shard")
             self._add(self._builder.place(name, like_parameter(parameter, value, key)))
-        else:
-            self._undeclared(name, fqn, parameter, key, value)
 
-    def _undeclared(
-        self, name: str, fqn: str, parameter: torch.Tensor, key: str, value: torch.Tensor
-    ) -> None:
+    def _note_form(self, name: str, fqn: str, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
         if key not in self.declared.replicated and looks_like_a_shard(parameter, value):
             raise InvalidInputError(
                 "a plain tensor in the state of a sharded parameter has the size of this rank's shard, and "
@@ -137,9 +146,8 @@ class _Walk:
         is_distributed = as_dtensor(value) is not None
         if is_distributed and value.shape != parameter.shape:
             self._form(fqn, key, "dtensor")
-        elif not is_distributed and value.shape == parameter.shape and as_dtensor(parameter) is not None:
+        elif not is_distributed and value.shape == parameter.shape:
             self._form(fqn, key, "plain")
-        self._add(self._builder.place(name, value))
 
     def _form(self, fqn: str, key: str, form: str) -> None:
         self.forms.setdefault(fqn, {})[key] = form

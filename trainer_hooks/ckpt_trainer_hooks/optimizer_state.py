@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -80,7 +80,7 @@ def set_optimizer(
     parameters: Mapping[str, torch.Tensor],
     loaded: Mapping[str, Mapping[str, Any]],
     groups: list[dict[str, Any]],
-    common: Mapping[str, Any],
+    common: Mapping[str, Any] | None,
 ) -> None:
     """Put state and group options in place by name, without the optimizer's own loader, which casts.
 
@@ -95,7 +95,11 @@ def set_optimizer(
             }
         else:
             optimizer.state.pop(parameter, None)  # it never had a gradient
-    optimizer.state.update(common)  # type: ignore[arg-type]  # keys of the optimizer's own
+    if common is not None:  # keys of the optimizer's own
+        state: MutableMapping[Any, Any] = optimizer.state
+        for key in [key for key in state if not isinstance(key, torch.Tensor)]:
+            del state[key]
+        state.update(common)
     written: dict[int, torch.Tensor] = {}  # a tensor lr that groups share can have one value only
     for group, options in zip(optimizer.param_groups, groups, strict=False):  # none: groups stay
         for key, value in options.items():
