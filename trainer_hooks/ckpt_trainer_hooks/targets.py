@@ -14,6 +14,7 @@ import torch
 from ckpt.errors import InvalidInputError
 from ckpt.events import event, get_logger
 from ckpt.format.layout import LayoutSet, TensorLayout, local_region
+from ckpt.format.states import merge_values
 from ckpt.format.values import decode_value
 from ckpt.geometry import Region
 from ckpt.plan.read import Want
@@ -26,7 +27,6 @@ from ckpt_trainer_hooks.gradients import GradientState, clear_gradients, gradien
 from ckpt_trainer_hooks.indirect import filled_later
 from ckpt_trainer_hooks.layout import dtype_name, torch_dtype
 from ckpt_trainer_hooks.local_state import declared
-from ckpt_trainer_hooks.merge import merge_values
 from ckpt_trainer_hooks.mismatch import Mismatch
 from ckpt_trainer_hooks.names import MODEL_ITEM, canonical_names, owned_tensors, parameter_names
 from ckpt_trainer_hooks.optimizer_restore import Destination, StateForms
@@ -92,7 +92,8 @@ def collect_targets(
     """
     state.fsdp1.pull()
     targets = _Collector(state, saved, values, rank_values, options or RestoreOptions(), spread).run()
-    targets.apply.append(state.fsdp1.push)
+    if state.fsdp1:
+        targets.apply.append(state.fsdp1.push)
     return targets
 
 
