@@ -48,6 +48,9 @@ class Fsdp1Views:
                     self._optimizers[name] = _view_of_optimizer(name, item, view)
         self.pull()
 
+    def __bool__(self) -> bool:
+        return bool(self._modules)
+
     def replacing(self, items: Mapping[str, Any]) -> dict[str, Any]:
         """Return the items with the views in place of what they stand for."""
         return {**items, **self._modules, **self._optimizers}
