@@ -91,10 +91,16 @@ class GradientState:
     Attributes:
         done: microbatches that are in the sums; 0: nothing to save.
         of: how many there will be.
+        is_restored: the numbers come from a checkpoint.
     """
 
     done: int = 0
     of: int = 0
+    is_restored: bool = False
+
+    def go_on(self, done: int, of: int) -> None:
+        """Take over the numbers of a checkpoint."""
+        self.done, self.of, self.is_restored = done, of, True
 
     @property
     def is_empty(self) -> bool:

@@ -27,6 +27,7 @@ from ckpt.format.keys import run_key
 from ckpt.ops import catalog
 from ckpt.storage.open import open_store
 from ckpt.storage.staging import StagingDir, default_staging_path
+from ckpt_trainer_hooks.accumulation import Accumulation, AccumulationPolicy
 from ckpt_trainer_hooks.agree import Agreement
 from ckpt_trainer_hooks.compat import inside_pipeline_schedule
 from ckpt_trainer_hooks.fence import OptimizerFence
@@ -75,6 +76,11 @@ class CheckpointManager:
         redistribute: for a restore of per-rank items onto another number of ranks, which is refused without:
             ``{"dataloader": fn}``, where ``fn(states, rank, world_size)`` gets the states of all saved ranks,
             in their order, and returns the one to load on this rank.
+        accumulation: what a save between two microbatches does. "boundary" (default) puts it off until the
+            optimizer has stepped; "discard" saves the state of the last boundary, so that a restore runs the
+            microbatches again (costs a walk over the state, and a copy of buffers, per step); "capture" saves
+            the accumulated gradients too, and a restore goes on with the next microbatch. See
+            :meth:`microbatch`.
         rng_stream: number of this rank's random-number streams. Ranks that must draw alike (tensor-parallel
             ones, say) have one number; it counts where streams are made anew, after a change of the number
             of ranks. Default: the rank.
@@ -121,6 +127,7 @@ class CheckpointManager:
         per_rank: Collection[str] = ("dataloader",),
         redistribute: Mapping[str, Redistribute] | None = None,
         rng_stream: int | None = None,
+        accumulation: AccumulationPolicy = "boundary",
         save_interval_steps: int = 0,
         save_decision_policy: SaveDecisionPolicy | None = None,
         keep_last: int | None = None,
@@ -145,11 +152,13 @@ class CheckpointManager:
         self._agreement = Agreement(timeout_s)
         rank = self._agreement.rank
         builder = LayoutBuilder(rank, self._agreement.world_size)
+        self._accumulation = Accumulation(accumulation)
         items = {
             "model": model,
             **named_items("optimizer", optimizer),
             **named_items("lr_scheduler", lr_scheduler),
             "dataloader": dataloader,
+            **self._accumulation.items,
         }
         self._state = TrainState(
             merged_items(items, state or {}), builder, rank=rank, per_rank=per_rank, rng_stream=rng_stream
@@ -182,6 +191,7 @@ class CheckpointManager:
             selftest=selftest_wanted(selftest),
         )
         self._fence = OptimizerFence(self._state.optimizers.values(), self._pipeline)
+        self._accumulation_hooks = self._accumulation.watch(self._state.optimizers.values())
         atexit.register(self.close)
 
     # --- the loop ---
@@ -244,6 +254,7 @@ class CheckpointManager:
         with contextlib.suppress(TimeoutExceededError):  # a step that a rank never saved is never committed
             self._wait_for_pending_saves(self._pending_wait_s)
         self._begin_session()
+        self._accumulation.before_restore()
         found: CheckpointId | None = None
         if not start_over:
             found = Restorer(
@@ -256,11 +267,13 @@ class CheckpointManager:
                 pending_wait_s=self._pending_wait_s,
                 redistribute=self._redistribute,
             ).restore(str(step))
+        self._accumulation.after_restore(self._state.modules)
         self._begin_attempt(found)
         self._fence.restart()
         self._pipeline.retake_wanted = False  # of a state that is no more
         with self._agreement.together("prepare"):
             self._pipeline.prepare()
+        self._remember_boundary()
         return 0 if found is None else found.step
 
     def step(self, iteration: int) -> SaveHandle | None:
@@ -273,15 +286,42 @@ class CheckpointManager:
         self._check_open()
         self._raise_background_errors()
         completed = iteration + 1
-        if self._pipeline.retake_wanted or self.should_save(completed):
-            return self._save(completed)
-        return None
+        self._accumulation.stepped()
+        handle = None
+        if self._pipeline.retake_wanted or self._accumulation.has_deferred or self.should_save(completed):
+            handle = self._accumulation.settled(self._save(completed))
+        self._remember_boundary()
+        return handle
+
+    def microbatch(self, index: int, *, of: int) -> contextlib.AbstractContextManager[None]:
+        """Hold around forward and backward of microbatch ``index`` (from 0) of ``of`` in one iteration.
+
+        Needed only where a save may come between microbatches (a signal, a timer). Without it every save is
+        taken for one between iterations.
+
+        Raises:
+            InvalidInputError: on entry, when it is not the microbatch whose turn it is.
+        """
+        return self._accumulation.microbatch(index, of)
+
+    def remaining_microbatches(self, of: int) -> range:
+        """Return the microbatches of this iteration that are not in the gradients yet.
+
+        All of them, but in the iteration that a checkpoint of ``accumulation="capture"`` is resumed in.
+
+        Raises:
+            InvalidInputError: ``of`` is not the number that the restored accumulation began with.
+        """
+        return self._accumulation.remaining(of)
 
     def save(self, step: int) -> SaveHandle:
         """Save now, as the state after ``step`` completed optimizer steps.
 
         Inside a loop over ``iteration``, after the optimizer's step, that is ``iteration + 1``; :meth:`step`
         does that arithmetic. Saving before the first step (``save(0)``) does not change training.
+
+        Between two microbatches (see :meth:`microbatch`) ``step`` is the number of completed steps all the
+        same; what is saved then depends on ``accumulation``.
 
         Returns:
             A handle with ``staging_completion``, ``local_completion`` and ``upload_completion``.
@@ -294,7 +334,7 @@ class CheckpointManager:
             CkptError: background work has failed since the last call and ``on_error`` is "raise".
         """
         self._raise_background_errors()
-        return self._save(step)
+        return self._accumulation.settled(self._save(step))
 
     def should_save(self, step: int) -> bool:
         """Return whether the policy wants a save after ``step`` completed optimizer steps."""
@@ -346,6 +386,8 @@ class CheckpointManager:
         problems = self._pipeline.take_problems()
         if problems:
             raise problems[0]
+        if (lost := self._accumulation.give_up("training ended before the optimizer stepped")) is not None:
+            raise lost
         if self._pipeline.retake_wanted:
             raise SnapshotTornError(
                 "the last snapshot was torn and thrown away, and no save took its place",
@@ -363,6 +405,9 @@ class CheckpointManager:
         self._closed = True
         atexit.unregister(self.close)
         self._fence.remove()
+        self._accumulation.give_up("the manager was closed")
+        for hook in self._accumulation_hooks:
+            hook.remove()
         self._pipeline.close()
         with contextlib.suppress(CkptError):  # else its server stays until this process ends; no harm
             self._staging.forget_trainer(os.getpid())
@@ -403,6 +448,8 @@ class CheckpointManager:
                 code="inside-schedule",
             )
         ident = CheckpointId(step, self._attempt)
+        if (deferred := self._accumulation.before_save(ident)) is not None:
+            return deferred
         self._pipeline.wait_until_captured()
         self._check_order(step)
         self._fence.warn_if_off_by_one(step, 0 if self._parent is None else self._parent.step)
@@ -416,10 +463,20 @@ class CheckpointManager:
             event(_log, logging.WARNING, "save.retaken", step=step, reason="the last snapshot was torn")
         audit = self._audit_shift()
         overlapped = self._overlapped and not retake
-        handle = self._pipeline.save(ident, self._origin(), overlapped=overlapped, audit_shift=audit)
+        handle = self._pipeline.save(
+            ident,
+            self._origin(),
+            overlapped=overlapped,
+            audit_shift=audit,
+            flat=self._accumulation.state_to_save(),
+        )
         self._saves += 1
         self._last_saved = step
         return handle
+
+    def _remember_boundary(self) -> None:
+        if self._accumulation.wants_boundaries:
+            self._accumulation.remember(self._state.flatten())
 
     def _check_order(self, step: int) -> None:
         last = self._last_saved

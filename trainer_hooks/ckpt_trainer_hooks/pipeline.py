@@ -113,7 +113,13 @@ class SavePipeline:
             self._prefault_nbytes = needed
 
     def save(
-        self, ident: CheckpointId, origin: Origin, *, overlapped: bool, audit_shift: int | None = None
+        self,
+        ident: CheckpointId,
+        origin: Origin,
+        *,
+        overlapped: bool,
+        audit_shift: int | None = None,
+        flat: FlatState | None = None,
     ) -> SaveHandle:
         """Start a save of the live state. The arena must be free (see :meth:`busy`).
 
@@ -125,11 +131,13 @@ class SavePipeline:
             overlapped: leave the copy of parameters and optimizer state to the capture thread.
             audit_shift: compare replicas in this snapshot, each with the one so much further; the same on
                 every rank. None: no audit.
+            flat: save this instead of the live state; what is deferred in it is still that of live tensors.
 
         Raises:
             InvalidInputError: something in the state cannot be stored; nothing was written.
         """
-        flat = self._state.flatten()
+        if flat is None:
+            flat = self._state.flatten()
         plan = self._plan_for(flat)
         index = self._index(ident, origin, plan, flat)
         audit = None
