@@ -13,14 +13,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt.errors import InvalidInputError, NotFoundError
+from ckpt.errors import NotFoundError
 from ckpt.format.ids import CheckpointId
 from ckpt.format.layout import LayoutSet
 from ckpt.format.states import merge_values
@@ -32,8 +31,9 @@ from ckpt.ops.arrays import read_parts, region_of
 from ckpt.ops.catalog import CheckpointInfo
 from ckpt.ops.checkpoint import Checkpoint
 from ckpt.storage.open import open_store
+from ckpt.urls import absolute_url
 
-__all__ = ["Repository", "TensorName", "choose_names", "run_url"]
+__all__ = ["Repository", "TensorName", "choose_names"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Repository:
     """
 
     def __init__(self, url: str, store_options: Mapping[str, str] | None = None) -> None:
-        self.url = run_url(url)
+        self.url = absolute_url(url)
         self._store = open_store(self.url, store_options)
         self._opened: dict[CheckpointId, Checkpoint] = {}
 
@@ -203,19 +203,6 @@ class Repository:
             self.open(checkpoint).segment_index(rank).rank_state, leaf=TensorName
         )
         return found
-
-
-def run_url(url: str) -> str:
-    """Return ``url`` without trailing slash, a bare path as an absolute ``file://`` URL.
-
-    The same rule as the trainer's: the staging directory files a run under its URL.
-
-    Raises:
-        InvalidInputError: empty.
-    """
-    if not url:
-        raise InvalidInputError("the URL is empty", code="url")
-    return url.rstrip("/") if "://" in url else f"file://{Path(url).absolute()}"
 
 
 def choose_names(patterns: str | Collection[str] | None, known: Collection[str]) -> list[str]:

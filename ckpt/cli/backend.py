@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ckpt.cli.options import ServerOptions, StoreOptions
     from ckpt.cli.records import Details, Listing, Policy, PrunePlan, RunRow, Shown, Sweep, Verified
 
-__all__ = ["Backend", "OnBytes", "OnDeleted", "OnSwept", "absolute_url", "open_backend", "read_token"]
+__all__ = ["Backend", "OnBytes", "OnDeleted", "OnSwept", "open_backend", "read_token"]
 
 OnBytes: TypeAlias = Callable[[int, int], None]
 """Called with (bytes checked, bytes in all)."""
@@ -70,19 +70,6 @@ class Backend(Protocol):
     def runs(self, root: str) -> list[RunRow]:
         """The runs below ``root``; empty: those registered at the server."""
         ...
-
-
-def absolute_url(url: str) -> str:
-    """Return ``url`` without trailing slash, a bare path as an absolute ``file://`` URL.
-
-    The same rule as the trainer's: the staging directory files a run under its URL.
-
-    Raises:
-        InvalidInputError: empty.
-    """
-    if not url:
-        raise InvalidInputError("the URL is empty", code="url")
-    return url.rstrip("/") if "://" in url else f"file://{Path(url).absolute()}"
 
 
 def read_token(path: Path | None) -> str | None:

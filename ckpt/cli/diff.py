@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt.cli.backend import absolute_url
 from ckpt.cli.options import EXIT_DIFFERENT, OutputOptions, StoreOptions
 from ckpt.errors import InvalidInputError, NotFoundError
+from ckpt.urls import absolute_url
 
 if TYPE_CHECKING:
     from ckpt.ops.compare import Tolerance

@@ -68,7 +68,7 @@ class DirectBackend:
     def listing(self, url: str) -> Listing:
         store = self._store(url)
         committed = {info.ident: info for info in list_checkpoints(store)}
-        local = self._local(url)
+        local = self._staging.sealed_checkpoints(keys.run_key(url))
         if not committed and not local:
             require_run(store)
         pins = list_pins(store)
@@ -206,11 +206,6 @@ class DirectBackend:
             # Somebody waits: this engine's own six take half a minute where nobody listens.
             options.setdefault("retries", "2")
         return open_store(url, options)
-
-    def _local(self, url: str) -> set[CheckpointId]:
-        run_key = keys.run_key(url)
-        here = self._staging.checkpoints(run_key)
-        return {ident for ident in here if self._staging.sealed_ranks(run_key, ident)}
 
 
 def _row(

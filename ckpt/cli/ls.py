@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt.cli.backend import absolute_url, open_backend
+from ckpt.cli.backend import open_backend
 from ckpt.cli.options import OutputOptions, ServerOptions, StoreOptions, UrlArgument
 from ckpt.errors import CkptError, CorruptError, InvalidInputError
+from ckpt.urls import absolute_url
 
 if TYPE_CHECKING:
     from ckpt.cli.records import Details, Listing, Row

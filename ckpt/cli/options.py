@@ -61,8 +61,8 @@ _HINTS_BY_CODE: dict[str, str] = {
     "grace": "give --older-than 1h or more; --force where nobody writes to the run",
     "denied": "check the credentials (AWS_ACCESS_KEY_ID, AWS_PROFILE, ...) of whoever opens the store, this "
     "command or the server, and its rights below the URL",
-    "unreachable": "check the endpoint (AWS_ENDPOINT_URL, --endpoint-url) and whether the store is up; nothing "
-    "is lost: what is sealed waits on the nodes",
+    "unreachable": "check the endpoint (AWS_ENDPOINT_URL, --endpoint-url) and whether the store is up; "
+    "nothing is lost: what is sealed waits on the nodes",
     "no-bucket": "check the URL; the bucket has to be created by hand",
     "retention": "give --keep-last N with N at least 1, or name the checkpoints to delete",
     "latest-damaged": "`ckpt verify URL` shows the damage; restore or train past it before pruning",
@@ -244,8 +244,9 @@ def _hint(error: CkptError) -> str | None:
     """Return what to do next, where the message does not say it."""
     if isinstance(error, UnavailableError) and "target" in error.context:
         return (
-            "see that the server runs (`ckpt serve`, or a trainer with an embedded one: its log is server.log "
-            "in the staging directory) and that --server or CKPT_SERVER is right; --server '' asks the store"
+            "see that the server runs (`ckpt serve`, or a trainer with an embedded one: its log is "
+            "server.log in the staging directory) and that --server or CKPT_SERVER is right; "
+            "--server '' asks the store itself"
         )
     by_class = (text for cls, text in _HINTS.items() if isinstance(error, cls))
     return _HINTS_BY_CODE.get(error.code) or next(by_class, None)

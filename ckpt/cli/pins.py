@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from ckpt.cli.backend import absolute_url, open_backend
+from ckpt.cli.backend import open_backend
 from ckpt.cli.options import OutputOptions, ServerOptions, StoreOptions, UrlArgument
+from ckpt.urls import absolute_url
 
 __all__ = ["pin_command", "unpin_command"]
 

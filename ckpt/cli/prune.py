@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt.cli.backend import Backend, absolute_url, open_backend
+from ckpt.cli.backend import Backend, open_backend
 from ckpt.cli.options import EXIT_FAILED, OutputOptions, ServerOptions, StoreOptions, UrlArgument, agreed
 from ckpt.errors import InvalidInputError
+from ckpt.urls import absolute_url
 
 if TYPE_CHECKING:
     from ckpt.cli.records import Policy, PrunePlan

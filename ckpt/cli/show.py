@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt.cli.backend import absolute_url, open_backend
+from ckpt.cli.backend import open_backend
 from ckpt.cli.options import CheckpointArgument, OutputOptions, ServerOptions, StoreOptions, UrlArgument
 from ckpt.errors import NotFoundError
+from ckpt.urls import absolute_url
 
 if TYPE_CHECKING:
     from ckpt.cli.records import SegmentRow, Shown, TensorRow

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt.cli.backend import absolute_url, open_backend
+from ckpt.cli.backend import open_backend
 from ckpt.cli.options import (
     EXIT_FAILED,
     OutputOptions,
@@ -17,6 +17,7 @@ from ckpt.cli.options import (
     agreed,
 )
 from ckpt.errors import InvalidInputError
+from ckpt.urls import absolute_url
 
 if TYPE_CHECKING:
     from ckpt.cli.records import Sweep

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt.cli.backend import Backend, absolute_url, open_backend
+from ckpt.cli.backend import Backend, open_backend
 from ckpt.cli.options import (
     EXIT_DAMAGED,
     CheckpointArgument,
@@ -16,6 +16,7 @@ from ckpt.cli.options import (
     UrlArgument,
 )
 from ckpt.errors import InvalidInputError, NotFoundError
+from ckpt.urls import absolute_url
 
 if TYPE_CHECKING:
     from ckpt.cli.records import Verified

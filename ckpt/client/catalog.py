@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ckpt.client.base import Client
 from ckpt.format.ids import CheckpointId
-from ckpt.rpc.channel import Connection
 from ckpt_proto.v1 import catalog_pb2, catalog_pb2_grpc
 
 __all__ = ["CatalogClient"]
 
 
-class CatalogClient:
+class CatalogClient(Client):
     """Lists, pins, prunes, sweeps and verifies through a server. Thread-safe; every call has a deadline.
 
     Args:
@@ -24,22 +24,8 @@ class CatalogClient:
     def __init__(
         self, target: str, *, token: str | None = None, ca: Path | None = None, timeout_s: float = 120.0
     ) -> None:
-        self._connection = Connection(target, token=token, ca=ca, timeout_s=timeout_s)
+        super().__init__(target, token=token, ca=ca, timeout_s=timeout_s)
         self._stub = catalog_pb2_grpc.CatalogStub(self._connection.channel)  # type: ignore[no-untyped-call]
-
-    def __enter__(self) -> CatalogClient:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._connection.close()
-
-    def wait_ready(self, timeout_s: float) -> None:
-        """Block until the server answers. Raises TimeoutExceededError."""
-        self._connection.wait_ready(timeout_s)
 
     def list_runs(self, root: str = "") -> list[str]:
         """URLs of the runs below ``root``, or of those registered at the server. Raises CkptError."""

@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ckpt.client.base import Client
 from ckpt.errors import UnavailableError
 from ckpt.format.ids import CheckpointId
 from ckpt.format.tensor_data import TensorData
 from ckpt.geometry import Box
 from ckpt.rpc.bulk import READ_CHUNKS, READ_TENSOR, bulk_path
-from ckpt.rpc.channel import Connection
 from ckpt_proto.v1 import disk_pb2, restore_pb2, restore_pb2_grpc
 
 __all__ = ["RestoreClient", "TensorData"]
 
 
-class RestoreClient:
+class RestoreClient(Client):
     """Reads tensors, segment indexes and chunks. Thread-safe; every call has a deadline.
 
     Args:
@@ -33,24 +33,10 @@ class RestoreClient:
     def __init__(
         self, target: str, *, token: str | None = None, ca: Path | None = None, timeout_s: float = 600.0
     ) -> None:
-        self._connection = Connection(target, token=token, ca=ca, timeout_s=timeout_s)
+        super().__init__(target, token=token, ca=ca, timeout_s=timeout_s)
         self._stub = restore_pb2_grpc.RestoreStub(self._connection.channel)  # type: ignore[no-untyped-call]
         self._read_tensor: Callable[..., Any] = self._connection.channel.unary_stream(bulk_path(READ_TENSOR))
         self._read_chunks: Callable[..., Any] = self._connection.channel.unary_stream(bulk_path(READ_CHUNKS))
-
-    def __enter__(self) -> RestoreClient:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._connection.close()
-
-    def wait_ready(self, timeout_s: float) -> None:
-        """Block until the server answers. Raises TimeoutExceededError."""
-        self._connection.wait_ready(timeout_s)
 
     def read_tensor(
         self, url: str, name: str, *, checkpoint: str = "latest", box: Box | None = None

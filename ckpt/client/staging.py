@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from ckpt.client.base import Client
 from ckpt.errors import CorruptError, UnavailableError
 from ckpt.format.ids import CheckpointId
 from ckpt.rpc.bulk import PUT_CHUNKS, bulk_path, frames
-from ckpt.rpc.channel import Connection
 from ckpt.storage.staging import StagingDir, os_errors
 from ckpt_proto.v1 import staging_pb2, staging_pb2_grpc
 
@@ -23,7 +23,7 @@ _CALL_S = 120.0
 _ROUNDS = 5
 
 
-class StagingClient:
+class StagingClient(Client):
     """Talks to the staging server of a node. Thread-safe; every call has a deadline.
 
     Args:
@@ -35,23 +35,9 @@ class StagingClient:
     def __init__(
         self, target: str, *, token: str | None = None, ca: Path | None = None, timeout_s: float = 30.0
     ) -> None:
-        self._connection = Connection(target, token=token, ca=ca, timeout_s=timeout_s)
+        super().__init__(target, token=token, ca=ca, timeout_s=timeout_s)
         self._stub = staging_pb2_grpc.StagingStub(self._connection.channel)  # type: ignore[no-untyped-call]
         self._put_chunks: Callable[..., bytes] = self._connection.channel.stream_unary(bulk_path(PUT_CHUNKS))
-
-    def __enter__(self) -> StagingClient:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._connection.close()
-
-    def wait_ready(self, timeout_s: float) -> None:
-        """Block until the server answers. Raises TimeoutExceededError."""
-        self._connection.wait_ready(timeout_s)
 
     def register(
         self,

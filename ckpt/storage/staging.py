@@ -254,6 +254,10 @@ class StagingDir:
                 found.append(CheckpointId.parse(name))
         return sorted(found)
 
+    def sealed_checkpoints(self, run_key: str) -> set[CheckpointId]:
+        """Those of which at least one segment is sealed here."""
+        return {ident for ident in self.checkpoints(run_key) if self.sealed_ranks(run_key, ident)}
+
     def sealed_ranks(self, run_key: str, ident: CheckpointId) -> list[int]:
         """Return the ranks whose segment is sealed here, ascending."""
         names = self._names(self.checkpoint_dir(run_key, ident))

@@ -58,7 +58,7 @@ class CatalogService(catalog_pb2_grpc.CatalogServicer):
         store = self._runs.store_for(request.url)
         size = min(request.page_size or _PAGE_SIZE, _PAGE_SIZE_MOST)
         after = CheckpointId.parse(request.page_token) if request.page_token else None
-        local = self._local(request.url)
+        local = self._staging.sealed_checkpoints(keys.run_key(request.url))
         pins = list_pins(store)
         rows = _merge(list_checkpoints(store), local)
         response = catalog_pb2.ListCheckpointsResponse() if after else _first_page(store)
@@ -141,12 +141,6 @@ class CatalogService(catalog_pb2_grpc.CatalogServicer):
             yield from verification(checkpoint, deep=request.deep, is_active=context.is_active)
         except CorruptError as error:  # not even the manifest or the layouts can be read
             yield catalog_pb2.VerifyProgress(id=ident.to_proto(), problems=[error_to_info(error)], done=True)
-
-    def _local(self, url: str) -> set[CheckpointId]:
-        """Checkpoints of which this node has at least one sealed segment."""
-        run_key = keys.run_key(url)
-        here = self._staging.checkpoints(run_key)
-        return {ident for ident in here if self._staging.sealed_ranks(run_key, ident)}
 
     def _copies(self, url: str, ident: CheckpointId) -> list[catalog_pb2.LocalCopy]:
         run_key = keys.run_key(url)

@@ -402,7 +402,7 @@ def test_runs_are_found_below_a_root(cli: Cli, url: str, tmp_path: Path) -> None
         {"run": "fresh", "url": f"file://{tmp_path}/store/fresh", "checkpoints": 0, "latest": None},
         {"run": "run", "url": url, "checkpoints": 6, "latest": LATEST},
     ]
-    assert text.splitlines()[-1] == "2 runs"
+    assert text.splitlines()[-1].startswith("2 runs below ")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from ckpt.cli.backend import absolute_url, open_backend, read_token
+from ckpt.cli.backend import open_backend, read_token
 from ckpt.cli.main import app
 from ckpt.cli.options import OutputOptions, ServerOptions, StoreOptions, command, exit_code
 from ckpt.errors import (
@@ -26,6 +26,7 @@ from ckpt.errors import (
     TimeoutExceededError,
     UnavailableError,
 )
+from ckpt.urls import absolute_url
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from ckpt.errors import InvalidInputError
 from ckpt.format.ids import split_run_url
 from ckpt.storage.staging import RunConfig
+from ckpt.urls import absolute_url
 
 __all__ = ["audit_interval", "check_choice", "checked_options", "merged_items", "run_config"]
 
@@ -70,9 +70,7 @@ def run_config(
             )
     if keep_every is not None and keep_last is None:
         raise InvalidInputError("keep_every needs keep_last: without it everything is kept anyway")
-    if not url:
-        raise InvalidInputError("the run needs a URL or a path")
-    full = url.rstrip("/") if "://" in url else f"file://{Path(url).absolute()}"
+    full = absolute_url(url)
     if urlsplit(full).password is not None:
         raise InvalidInputError(
             "the URL is written to disk and to the log: pass credentials by environment or profile instead"
