@@ -11,6 +11,7 @@ from torch import nn
 
 from benchmarks.report import Report
 from ckpt_trainer_hooks.arena import Arena, arena_nbytes
+from ckpt_trainer_hooks.collector import collector_paused
 from ckpt_trainer_hooks.layout import LayoutBuilder
 from ckpt_trainer_hooks.snapshot import Binding, SnapshotPlan, plan_snapshot
 from ckpt_trainer_hooks.state import TrainState
@@ -46,6 +47,7 @@ class TinySaves:
             self._model.add_module(f"m{number}", child)
         self._state = TrainState({"model": self._model}, LayoutBuilder(0, 1), rank=0)
 
+    @collector_paused()  # as SavePipeline.save
     def save(self) -> float:
         """Do what the training thread does for a save; return the CPU seconds of it all."""
         clock = _Clock()

@@ -18,6 +18,7 @@ from ckpt_proto.v1 import common_pb2, disk_pb2, flusher_pb2
 from ckpt_trainer_hooks.arena import Arena, arena_nbytes
 from ckpt_trainer_hooks.audit import Audit
 from ckpt_trainer_hooks.capture import Capture
+from ckpt_trainer_hooks.collector import collector_paused
 from ckpt_trainer_hooks.environment import environment
 from ckpt_trainer_hooks.flusher_process import FlusherProcess
 from ckpt_trainer_hooks.handle import SaveHandle
@@ -97,6 +98,7 @@ class SavePipeline:
         self.retake_wanted = False
         self._flusher = self._start_flusher()
 
+    @collector_paused()
     def prepare(self) -> None:
         """Plan for the state as it is now and pre-fault an arena for it in the background.
 
@@ -112,6 +114,7 @@ class SavePipeline:
             self._prefault = self._threads.submit(_make_arena, needed, instead_of=self._prefault)
             self._prefault_nbytes = needed
 
+    @collector_paused()  # once around all of its steps, so that it catches up once
     def save(
         self,
         ident: CheckpointId,
