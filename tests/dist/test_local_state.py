@@ -191,6 +191,12 @@ def _history(rank: int, world: int, root: Path) -> None:
             optimizer.step(closure)  # type: ignore[arg-type]
         with pytest.raises(InvalidInputError, match="a DTensor inside a list"):
             manager.save(3)
+    replica = _linear("single", world, 8, 16, seed=1)
+    restored = torch.optim.LBFGS(replica.parameters(), max_iter=2)
+    with _block_manager(root, "plain", world, replica, restored) as manager:
+        assert manager.restore() == 1
+    state = restored.state[next(iter(replica.parameters()))]
+    assert_same_bits({"old_dirs": state["old_dirs"][0]}, {"old_dirs": torch.ones(128)})
     with _block_manager(root, "plain", world, model, optimizer) as manager:
         optimizer.state.clear()
         with pytest.raises(InvalidInputError, match="sharded here"):
@@ -208,6 +214,6 @@ def _save_plain_history(rank: int, world: int, root: Path) -> None:
         manager.save(1)
 
 
-def test_history_over_sharded_parameters_is_refused_at_save_and_at_restore(tmp_path: Path) -> None:
+def test_history_is_restored_on_replicas_and_refused_over_sharded_parameters(tmp_path: Path) -> None:
     run_ranks(1, _save_plain_history, tmp_path)
     run_ranks(2, _history, tmp_path)
