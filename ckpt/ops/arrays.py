@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,10 +16,23 @@ from ckpt.ops.checkpoint import Checkpoint
 from ckpt.ops.fetch import LocalTier, fetch, place_in_numpy
 from ckpt.plan.read import Want, plan_read
 
-__all__ = ["Part", "read_parts", "region_of"]
+__all__ = ["Part", "read_indexes", "read_parts", "region_of"]
+
+_WORKERS = 16
 
 Part: TypeAlias = tuple[str, "Box | None"]
 """Name of a tensor, and which part of it; None for all of it."""
+
+
+def read_indexes(checkpoint: Checkpoint, ranks: Iterable[int]) -> None:
+    """Read the segment indexes of ``ranks`` in parallel; the checkpoint remembers them.
+
+    Raises:
+        CorruptError: one is damaged or gone.
+    """
+    with ThreadPoolExecutor(_WORKERS, thread_name_prefix="ckpt-index") as pool:
+        for _ in pool.map(checkpoint.segment_index, ranks):
+            pass
 
 
 def region_of(layout: TensorLayout, box: Box | None) -> Region:

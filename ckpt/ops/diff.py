@@ -14,7 +14,7 @@ from enum import StrEnum
 from ckpt.digest import DIGEST_NBYTES
 from ckpt.format.layout import LayoutSet, TensorLayout, storing_ranks
 from ckpt.geometry import Box, Shape
-from ckpt.ops.arrays import Part, read_parts
+from ckpt.ops.arrays import Part, read_indexes, read_parts
 from ckpt.ops.checkpoint import Checkpoint
 from ckpt.ops.compare import Difference, Tolerance
 from ckpt.ops.fetch import LocalTier
@@ -109,6 +109,10 @@ def diff_tensors(
     left, right = a.checkpoint.layouts, b.checkpoint.layouts
     unknown: list[TensorLayout] = []
     digests = _Digests(a, b)
+    alike = [layout for name, layout in left.items() if match(name) and right.get(name) == layout]
+    for side in (a, b):
+        ranks = storing_ranks(alike)
+        read_indexes(side.checkpoint, (r for r in ranks if r < side.checkpoint.manifest.world_size))
     for name in sorted(filter(match, left.keys() | right.keys())):
         found = _headline(name, left, right)
         if found is not None:

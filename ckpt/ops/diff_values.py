@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ckpt.format.values import decode_value
+from ckpt.ops.arrays import read_indexes
 from ckpt.ops.checkpoint import Checkpoint
 from ckpt.ops.compare import Tolerance
 from ckpt_proto.v1 import common_pb2
@@ -71,6 +72,8 @@ def diff_values(
     """
     left, right = _leaves(a), _leaves(b)
     if a.manifest.world_size == b.manifest.world_size:
+        for side in (a, b):
+            read_indexes(side, range(side.manifest.world_size))
         for rank in range(a.manifest.world_size):
             left |= _flat(a.segment_index(rank).rank_state, f"rank {rank}: ")
             right |= _flat(b.segment_index(rank).rank_state, f"rank {rank}: ")
