@@ -60,11 +60,12 @@ class CheckpointManager:
 
     Every rank makes one, with the same arguments. A save copies this rank's share of the state into shared
     memory and returns; a child process seals it on local NVMe, and the node's staging server uploads and
-    commits it. No save uses a collective or waits for disk, network, another rank or the server.
+    commits it. No save uses a collective or waits for disk, network, another rank or the server. (FSDP1's own
+    state-dict API does: there all ranks have to enter the constructor, restores and saves together.)
 
     Args:
         url: of the run, whose last component is its name: ``s3://bucket/llama-8b``, or a path.
-        model: a module, wrapped or not (DDP, FSDP2, TP, compile); or the chunks of a model that this rank has
+        model: a module, wrapped or not (DDP, FSDP2, FSDP1, TP, compile); or the chunks of a model that this rank has
             (interleaved pipeline stages) as a list, each with the parameter names of the whole model.
         optimizer: over the model's parameters. Several as a list or mapping (Muon and AdamW): they become the
             items ``optimizer_0``, ``optimizer_1``, ... or ``optimizer_<key>``.
