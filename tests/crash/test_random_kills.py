@@ -22,7 +22,7 @@ from ckpt.format.ids import CheckpointId
 from ckpt.ops.catalog import list_checkpoints, load_checkpoint
 from ckpt.ops.verify import verify_deep
 from ckpt.storage.open import open_store
-from tests.support.chain import FLUSHER, SERVER, Life, Plan, Zygote, kill_all, poll, processes
+from tests.support.chain import FLUSHER, SERVER, Life, Plan, Zygote, end_node, kill_all, poll, processes
 
 SEED = int(os.environ.get("CKPT_SEED") or random.SystemRandom().randrange(10**6))
 CHAINS = 4
@@ -148,8 +148,7 @@ def run_chain(chain: Chain, zygote: Zygote) -> None:
         print("\n".join(chain.history))
         raise
     finally:
-        for module in (FLUSHER, SERVER):
-            kill_all(module, chain.staging)
+        end_node(chain.staging)
     check_store(chain)
 
 

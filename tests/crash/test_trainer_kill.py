@@ -17,7 +17,7 @@ from ckpt.ops.catalog import latest, list_checkpoints, load_checkpoint
 from ckpt.ops.verify import verify_deep
 from ckpt.storage.open import open_store
 from ckpt.storage.staging import StagingDir
-from tests.support.chain import FLUSHER, SERVER, Life, Plan, Zygote, kill_all, poll, processes
+from tests.support.chain import FLUSHER, SERVER, Life, Plan, Zygote, end_node, kill_all, poll, processes
 from tests.support.faultproxy import FaultProxy
 from tests.support.s3 import Ministack
 
@@ -76,8 +76,7 @@ class Run:
 
     def end(self) -> None:
         for staging in self._stagings:
-            for module in (FLUSHER, SERVER):
-                kill_all(module, staging)
+            end_node(staging)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import staging_pb2
 from ckpt_trainer_hooks import CheckpointManager
 from tests.support.bits import assert_same_bits, bits_of
-from tests.support.chain import FLUSHER, SERVER, kill_all, poll
+from tests.support.chain import end_node, poll
 from tests.support.models import barrier, build, full_state, train
 from tests.support.ranks import run_ranks
 
@@ -47,8 +47,7 @@ def ended(path: Path) -> Iterator[Path]:
         yield path
     finally:
         for staging in path.glob("staging*"):
-            for module in (FLUSHER, SERVER):
-                kill_all(module, staging)
+            end_node(staging)
 
 
 def make(
@@ -343,8 +342,7 @@ def once(rank: int, work: Any) -> None:
 
 def lose_node(staging: Path) -> None:
     """End the processes of a node and wipe its disk."""
-    for module in (FLUSHER, SERVER):
-        kill_all(module, staging)
+    end_node(staging)
 
     def wiped() -> bool:
         shutil.rmtree(staging, ignore_errors=True)  # a thread of the dead may still be in its last write

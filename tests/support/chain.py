@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-__all__ = ["FLUSHER", "SERVER", "Life", "Plan", "Zygote", "kill_all", "poll", "processes"]
+__all__ = ["FLUSHER", "SERVER", "Life", "Plan", "Zygote", "end_node", "kill_all", "poll", "processes"]
 
 ROOT = Path(__file__).parents[2]
 FLUSHER = "ckpt.flusher"
@@ -215,22 +215,25 @@ def processes(module: str, staging: Path | str, *, parent: int | None = None) ->
 
 
 def kill_all(module: str, staging: Path | str) -> list[int]:
-    """SIGKILL to the flushers or the servers of a staging directory, also those that wait to take over.
+    """SIGKILL to the flushers or the servers of a staging directory that live now; returns whom."""
+    killed = []
+    for pid in processes(module, staging):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            killed.append(pid)
+    poll(lambda: not set(processes(module, staging)) & set(killed), what=f"{module} is dead")
+    return killed
 
-    Returns whom.
+
+def end_node(staging: Path | str) -> None:
+    """End all flushers and servers of a staging directory, also servers that wait to take over.
+
+    The trainers must be dead or closed, else they start new ones.
     """
-    killed = set()
-
-    def none_left() -> bool:
-        found = processes(module, staging)
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-                killed.add(pid)
-        return not found
-
-    poll(none_left, what=f"{module} is dead")
-    return sorted(killed)
+    poll(
+        lambda: not kill_all(FLUSHER, staging) and not kill_all(SERVER, staging),
+        what=f"nobody works on {staging}",
+    )
 
 
 # --- the side of the zygote and its children ---

@@ -90,6 +90,7 @@ class SavePipeline:
         self._plan: SnapshotPlan | None = None
         self._binding: Binding | None = None
         self._arena: Arena | None = None
+        self._unannounced: UnavailableError | None = None  # why the flusher does not know the arena
         self._arena_free: Future[None] | None = None  # completion of the flush that reads the arena
         self._capture: Capture | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="ckpt-capture")
@@ -270,14 +271,22 @@ class SavePipeline:
             self._flusher_alive = True
         if revive:
             self._flusher = self._start_flusher()
-        if revive or arena is not self._arena:
-            self._flusher.send_arena(arena)
+        if revive or arena is not self._arena or self._unannounced is not None:
+            self._announce(arena)
         if self._binding is None or self._binding.plan is not plan or self._binding.arena is not arena:
             self._binding = Binding(plan, arena)
         if self._arena is not None and arena is not self._arena:
             _release(self._arena)
         self._arena = arena
         return self._binding
+
+    def _announce(self, arena: Arena) -> None:
+        """Tell the flusher of its arena. One that dies in this very moment fails the save, not the loop."""
+        try:
+            self._flusher.send_arena(arena)
+            self._unannounced = None
+        except UnavailableError as error:
+            self._unannounced = error
 
     def _arena_for(self, exact: int, comfortable: int) -> Arena:
         if self._prefault is not None:
@@ -307,6 +316,7 @@ class SavePipeline:
 
     def _captured(self, handle: SaveHandle, flush: flusher_pb2.Flush, error: CkptError | None) -> None:
         """The copy is over, on whichever thread made it."""
+        error = error or self._unannounced  # a flusher that knows another arena must not read that one
         if error is None:
             try:
                 self._flusher.flush(flush)
