@@ -128,9 +128,9 @@ def _uninterrupted_and_resumed(rank: int, world: int, place: Path, kind: str, po
         (2, "fsdp2"),
         (2, "mixed"),
         (2, "synced"),
-        (4, "hsdp"),
-        (4, "fsdp2+tp"),
         (2, "tp"),
+        pytest.param(4, "hsdp", marks=pytest.mark.slow),
+        pytest.param(4, "fsdp2+tp", marks=pytest.mark.slow),
     ],
 )
 def test_captured_accumulation_goes_on_bitwise(tmp_path: Path, world: int, kind: str) -> None:
@@ -138,7 +138,7 @@ def test_captured_accumulation_goes_on_bitwise(tmp_path: Path, world: int, kind:
     assert set(found) == {(SAVED_IN, 2)}
 
 
-@pytest.mark.parametrize(("world", "kind"), [(1, "single"), (2, "ddp"), (2, "fsdp2")])
+@pytest.mark.parametrize(("world", "kind"), [(1, "single"), (2, "fsdp2")])
 def test_discarded_accumulation_is_replayed_bitwise(tmp_path: Path, world: int, kind: str) -> None:
     found = run_ranks(world, _uninterrupted_and_resumed, tmp_path, kind, "discard")
     assert set(found) == {(SAVED_IN, 0)}
@@ -216,10 +216,9 @@ def test_sums_of_single_ranks_are_refused_on_another_layout(
     tmp_path: Path, saved: str, world: int, kind: str
 ) -> None:
     run_ranks(2, _save_within, tmp_path, saved)
-    for strict in (True, False):
-        for outcome, text in run_ranks(world, _restore_sums, tmp_path, kind, "capture", strict):
-            assert outcome == "InvalidInputError"
-            assert "accumulated_gradients" in text
+    for outcome, text in run_ranks(world, _restore_sums, tmp_path, kind, "capture", False):
+        assert outcome == "InvalidInputError"
+        assert "accumulated_gradients" in text
 
 
 def test_captured_sums_are_never_dropped_silently(tmp_path: Path) -> None:

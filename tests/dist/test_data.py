@@ -135,7 +135,7 @@ def _spread(states: list[Any], rank: int, world: int) -> Any:
     return {"position": position, "buffer": torch.full((3,), float(position))}
 
 
-@pytest.mark.parametrize(("saved", "live"), [(4, 2), (2, 4), (3, 1)])
+@pytest.mark.parametrize(("saved", "live"), [(4, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
 def test_I48_per_rank_state_on_another_number_of_ranks(tmp_path: Path, saved: int, live: int) -> None:
     run_ranks(saved, _save_cursors, tmp_path, None)
     for kind, code, text in run_ranks(live, _restore_strict, tmp_path, None):
@@ -149,7 +149,7 @@ def test_I48_per_rank_state_on_another_number_of_ranks(tmp_path: Path, saved: in
     assert all(weight == found[0][1] for _, weight in [*found, *excluded])
 
 
-@pytest.mark.parametrize("live", [4, 2])
+@pytest.mark.parametrize("live", [4, pytest.param(2, marks=pytest.mark.slow)])
 def test_I107_a_set_of_which_ranks_are_missing_is_refused_also_when_not_strict(
     tmp_path: Path, live: int
 ) -> None:
@@ -210,7 +210,7 @@ def test_I103_each_rank_continues_its_own_streams(tmp_path: Path) -> None:
     assert [second for _, second in found] == expected
 
 
-@pytest.mark.parametrize(("saved", "live"), [(2, 4), (4, 2), (1, 3)])
+@pytest.mark.parametrize(("saved", "live"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_I104_other_numbers_of_ranks_get_new_streams_repeatable_and_distinct(
     tmp_path: Path, saved: int, live: int
 ) -> None:

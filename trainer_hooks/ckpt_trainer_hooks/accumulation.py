@@ -72,7 +72,7 @@ class Accumulation:
 
     @property
     def _is_under_way(self) -> bool:
-        return self._is_inside or self.gradients.done > 0
+        return self._is_inside or self._is_broken or self.gradients.done > 0
 
     def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> list[Any]:
         """Be told of optimizer steps; returns handles whose ``remove()`` ends that."""

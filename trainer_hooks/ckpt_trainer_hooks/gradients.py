@@ -20,6 +20,7 @@ from ckpt_trainer_hooks.compat import (
     fsdp_parameters,
     gradient_device,
     local_tensor,
+    mesh_ranks,
     partial_reduction,
     set_partial_reduction,
     set_unsharded_gradient,
@@ -48,12 +49,14 @@ class Slot:
         place: "grad"; "unsharded" and "partial" are inside FSDP2.
         owner: the parameter, the FSDPParam or the FSDPParamGroup.
         is_managed: the parameter is FSDP2's, so its ``grad`` is reduced over all of its mesh.
+        members: of "partial", the names of all parameters in the group.
     """
 
     name: str
     place: Literal["grad", "unsharded", "partial"]
     owner: Any
     is_managed: bool
+    members: tuple[str, ...] = ()
 
     def get(self) -> torch.Tensor | None:
         """The sum, not copied."""
@@ -122,7 +125,9 @@ def gradient_slots(modules: Mapping[str, torch.nn.Module]) -> Iterator[Slot]:
                 yield Slot(f"{item}.{name}", "grad", param.sharded_param, is_managed=True)
                 yield Slot(f"{item}.{name}@unsharded", "unsharded", param, is_managed=True)
             if names:
-                yield Slot(f"{item}.{names[0]}@partial", "partial", group, is_managed=True)
+                yield Slot(
+                    f"{item}.{names[0]}@partial", "partial", group, is_managed=True, members=tuple(names)
+                )
         raw = dict(root.named_parameters(remove_duplicate=False))
         for raw_name, fqn in canonical_names(root, list(raw)).items():
             parameter = raw[raw_name]
@@ -141,28 +146,34 @@ def clear_gradients(modules: Mapping[str, torch.nn.Module]) -> None:
 def own_record(slot: Slot, value: torch.Tensor) -> dict[str, Any]:
     """Describe a sum that only this rank has, for its own values."""
     distributed = as_dtensor(value)
+    record: dict[str, Any] = {"place": slot.place, "dtensor": None}
+    if slot.place == "partial":
+        record |= {"members": list(slot.members), "mesh": _mesh_code(slot)}
     if distributed is None:
-        return {"place": slot.place, "tensor": value.detach(), "dtensor": None}
-    description = {
+        return {**record, "tensor": value.detach()}
+    record["dtensor"] = {
         "placements": [_code_of(placement) for placement in distributed.placements],
         "shape": list(distributed.shape),
         "stride": list(distributed.stride()),
+        "mesh": _mesh_code(slot),
     }
-    return {"place": slot.place, "tensor": local_tensor(distributed).detach(), "dtensor": description}
+    return {**record, "tensor": local_tensor(distributed).detach()}
 
 
 def misfit(slot: Slot | None, record: Mapping[str, Any]) -> str | None:
     """Say why a record cannot go into a slot of this layout, or return None."""
     if slot is None:
-        return "gradient of this rank alone, and there is no such place in the live layout"
+        return "gradient of one rank alone, and there is no such place in the live layout"
     if slot.place == "partial":
-        return None
+        same = list(slot.members) == record["members"] and _mesh_code(slot) == record["mesh"]
+        return None if same else "partly reduced gradients of another group of parameters, or another mesh"
     parameter = slot.owner if slot.place == "grad" else slot.owner.sharded_param
-    saved = tuple(record["dtensor"]["shape"] if record["dtensor"] else record["tensor"].shape)
+    description = record["dtensor"]
+    saved = tuple(description["shape"] if description else record["tensor"].shape)
     if saved != tuple(parameter.shape):
         return f"gradient of shape {list(saved)}, parameter {list(parameter.shape)}"
-    if record["dtensor"] and _mesh_of(slot) is None:
-        return "gradient on a device mesh, parameter on none"
+    if (description["mesh"] if description else None) != _mesh_code(slot):
+        return "gradient of one rank alone, and its parameter lies on another device mesh here"
     return None
 
 
@@ -191,6 +202,18 @@ def _mesh_of(slot: Slot) -> Any:
         return unsharded_mesh(slot.owner)
     distributed = as_dtensor(slot.owner)
     return None if distributed is None else distributed.device_mesh
+
+
+def _mesh_code(slot: Slot) -> list[Any] | None:
+    """[shape, ranks] of the mesh that a sum in ``slot`` is laid out on, or None."""
+    if slot.place == "partial":
+        mesh = as_dtensor(fsdp_parameters(slot.owner)[0][2].sharded_param).device_mesh  # type: ignore[union-attr]
+    else:
+        mesh = _mesh_of(slot)
+    if mesh is None:
+        return None
+    shape, _, ranks = mesh_ranks(mesh)
+    return [list(shape), ranks]
 
 
 def _code_of(placement: Any) -> list[Any]:
