@@ -1,6 +1,7 @@
 """Checkpointing inside a PyTorch training loop."""
 
 from ckpt.format.values import register_value_type
+from ckpt_trainer_hooks.data import ResumableLoader, ResumableSampler
 from ckpt_trainer_hooks.handle import SaveHandle
 from ckpt_trainer_hooks.loading import load, load_into
 from ckpt_trainer_hooks.local_state import declare_local_state
@@ -10,6 +11,8 @@ from ckpt_trainer_hooks.policy import EveryNSteps, SaveDecisionPolicy
 __all__ = [
     "CheckpointManager",
     "EveryNSteps",
+    "ResumableLoader",
+    "ResumableSampler",
     "SaveDecisionPolicy",
     "SaveHandle",
     "declare_local_state",

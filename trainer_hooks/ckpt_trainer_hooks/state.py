@@ -138,6 +138,8 @@ class TrainState:
         check_optimizers(self.optimizers)
         self.fsdp1 = Fsdp1Views(self.items)
         self.items = self.fsdp1.replacing(self.items)
+        if self.fsdp1 and any(isinstance(item, GradientState) for item in self.items.values()):
+            raise InvalidInputError("accumulated gradients of FSDP1 cannot be captured; use another policy")
         warn_of_generators(self.items)
         self.builder = builder
         self.rank = rank
