@@ -66,7 +66,7 @@ class CheckpointManager:
     Args:
         url: of the run, whose last component is its name: ``s3://bucket/llama-8b``, or a path.
         model: a module, wrapped or not (DDP, FSDP2, FSDP1, TP, compile); or the chunks of a model that this
-            rank has (interleaved pipeline stages) as a list, each with the parameter names of the whole model.
+            rank has (interleaved pipeline stages) as a list, each with the names of the whole model.
         optimizer: over the model's parameters. Several as a list or mapping (Muon and AdamW): they become the
             items ``optimizer_0``, ``optimizer_1``, ... or ``optimizer_<key>``.
         lr_scheduler: anything with state_dict and load_state_dict; several likewise.
