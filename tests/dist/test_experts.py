@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from ckpt.errors import CkptError, InvalidInputError
 from ckpt_trainer_hooks import CheckpointManager
 from tests.support.bits import bits_of
-from tests.support.models import full_state
+from tests.support.models import barrier, full_state
 from tests.support.ranks import run_ranks
 
 EXPERTS, ROWS, COLUMNS = 4, 6, 3  # FSDP2 takes no uneven dim but the first
@@ -124,6 +124,7 @@ def _restore(rank: int, world: int, root: Path, runs: list[str]) -> dict[tuple[s
             with _manager(root, run, model, optimizer) as manager:
                 assert manager.restore(1) == 1
             found[run, _run_name(kind, world, ep, dim)] = _bits(model, optimizer)
+    barrier()  # rank 0 has the store that the others may still read
     return found
 
 

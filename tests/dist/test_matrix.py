@@ -80,6 +80,7 @@ def _restore_all(rank: int, world: int, root: Path) -> dict[str, tuple[set[str],
                         kind, world, model, optimizer, range(STEPS_BEFORE, STEPS_BEFORE + 2)
                     )
         outcomes[kind] = names, losses
+    barrier()  # rank 0 has the store that the others may still read
     return outcomes
 
 

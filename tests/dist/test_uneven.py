@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ckpt_trainer_hooks import CheckpointManager
 from tests.support.bits import bits_of
+from tests.support.models import barrier
 from tests.support.ranks import run_ranks
 
 # I42: rows over 4; I44, I54: two mesh dims; I47: parameters with one row.
@@ -91,8 +91,7 @@ def _save(rank: int, world: int, root: Path) -> None:
         with _manager(root, Uneven(world, number, step), world) as manager:
             manager.restore(start_over=True)
             manager.save(step)
-        if dist.is_initialized():
-            dist.barrier()
+        barrier()
 
 
 def _restore(rank: int, world: int, root: Path) -> int:
@@ -104,6 +103,7 @@ def _restore(rank: int, world: int, root: Path) -> int:
                 assert manager.restore(step) == step
                 assert model.bits() == [_local_bits(part) for part in model.laid_out(step)], (number, step)
                 compared += 1
+    barrier()  # rank 0 has the store that the others may still read
     return compared
 
 

@@ -127,6 +127,7 @@ def _all_pairs(rank: int, world: int, root: Path) -> int:
                 assert manager.restore(number) == number
                 assert_same_bits(_state(names, optimizer, parameters), state)
                 pairs += 1
+    barrier()  # rank 0 has the store that the others may still read
     return pairs
 
 
