@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import logging.handlers
 import random
 from collections import Counter
 from pathlib import Path
@@ -93,12 +95,15 @@ def test_tensor_parallel_ranks_get_the_same_samples() -> None:
 # --- state that every rank has its own of ---
 
 
-def _save_cursors(rank: int, world: int, root: Path, on_ranks: tuple[int, ...] | None) -> None:
+def _save_cursors(rank: int, world: int, root: Path, on_ranks: tuple[int, ...] | None) -> list[str]:
     loader = Cursor(100 + rank) if on_ranks is None or rank in on_ranks else None
+    heard = logging.handlers.BufferingHandler(10_000)
+    logging.getLogger("ckpt").addHandler(heard)
     with _manager(root, rank, model=torch.nn.Linear(2, 2), dataloader=loader) as manager:
         manager.restore()
         manager.save(1)
         barrier()
+    return [text for record in heard.buffer if "differ" in (text := record.getMessage())]
 
 
 def _restore_cursor(rank: int, world: int, root: Path, hook: str | None, **choice: Any) -> Any:
@@ -137,7 +142,7 @@ def _spread(states: list[Any], rank: int, world: int) -> Any:
 
 @pytest.mark.parametrize(("saved", "live"), [(4, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
 def test_I48_per_rank_state_on_another_number_of_ranks(tmp_path: Path, saved: int, live: int) -> None:
-    run_ranks(saved, _save_cursors, tmp_path, None)
+    assert run_ranks(saved, _save_cursors, tmp_path, None) == [[]] * saved
     for kind, code, text in run_ranks(live, _restore_strict, tmp_path, None):
         assert (kind, code) == ("RefusedError", "per-rank")
         assert "redistribute" in text
@@ -153,7 +158,8 @@ def test_I48_per_rank_state_on_another_number_of_ranks(tmp_path: Path, saved: in
 def test_I107_a_set_of_which_ranks_are_missing_is_refused_also_when_not_strict(
     tmp_path: Path, live: int
 ) -> None:
-    run_ranks(4, _save_cursors, tmp_path, (0,))
+    heard = run_ranks(4, _save_cursors, tmp_path, (0,))
+    assert any("session.per_rank_items_differ" in text for text in heard[0])
     for restore in (_restore_strict, _restore_lenient):
         for kind, _, text in run_ranks(live, restore, tmp_path, "hook"):
             assert kind == "InvalidInputError"

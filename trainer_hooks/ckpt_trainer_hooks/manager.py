@@ -505,7 +505,11 @@ class CheckpointManager:
     def _begin_session(self) -> None:
         if self._session is None:
             self._session = agree_on_session(
-                self._agreement, self._config, self._staging, self._state.names_digest()
+                self._agreement,
+                self._config,
+                self._staging,
+                self._state.names_digest(),
+                self._state.per_rank,
             )
             self._state.builder.replicate_over(self._session.peers)
             if self._session.hosts_server and self._server is None:

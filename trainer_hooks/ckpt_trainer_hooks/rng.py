@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import random
 import sys
 from typing import Any
 
 import torch
 
+from ckpt.events import event, get_logger
+
 __all__ = ["capture_rng", "derive_rng", "restore_rng"]
+
+_log = get_logger("rng")
 
 
 def capture_rng() -> dict[str, Any]:
@@ -22,8 +27,9 @@ def capture_rng() -> dict[str, Any]:
     numpy = sys.modules.get("numpy")
     if numpy is not None:  # a generator nobody imported has no state worth keeping
         state["numpy"] = tuple(numpy.random.get_state())
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
+    device = _device_module()
+    if device is not None and device[1].is_initialized():
+        state[device[0]] = device[1].get_rng_state().numpy().tobytes()
     return state
 
 
@@ -36,8 +42,17 @@ def restore_rng(state: dict[str, Any]) -> None:
         import numpy  # only where the saved run used it
 
         numpy.random.set_state(tuple(state["numpy"]))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_byte_tensor(state["cuda"]))
+    device = _device_module()
+    if device is not None and device[0] in state:
+        device[1].set_rng_state(_byte_tensor(state[device[0]]))
+    if left := state.keys() - {"python", "torch", "numpy"} - ({device[0]} if device is not None else set()):
+        event(
+            _log,
+            logging.WARNING,
+            "restore.rng_of_absent_device",
+            devices=sorted(left),
+            reason="the stream of a device that is not here was left out",
+        )
 
 
 def derive_rng(state: dict[str, Any], stream: int, step: int = 0) -> None:
@@ -54,6 +69,19 @@ def derive_rng(state: dict[str, Any], stream: int, step: int = 0) -> None:
         import numpy  # only where the saved run used it
 
         numpy.random.seed(seed & 0xFFFFFFFF)
+
+
+def _device_module() -> tuple[str, Any] | None:
+    """(type, module such as torch.cuda) of the accelerator, where it is here and has a stream.
+
+    By its current device: a rank's stream is the rank's, whatever number its device has.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or not torch.accelerator.is_available():
+        return None
+    module = torch.get_device_module(accelerator)
+    found = all(hasattr(module, name) for name in ("get_rng_state", "set_rng_state", "is_initialized"))
+    return (accelerator.type, module) if found else None
 
 
 def _byte_tensor(data: bytes) -> torch.Tensor:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import socket
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt.clock import SystemClock
 from ckpt.errors import InvalidInputError
+from ckpt.events import event, get_logger
 from ckpt.format.ids import CheckpointId
 from ckpt.format.keys import run_key
 from ckpt.ops.attempts import claim_attempt
@@ -18,6 +20,8 @@ from ckpt_proto.v1 import common_pb2
 from ckpt_trainer_hooks.agree import Agreement
 
 __all__ = ["Session", "agree_on_session", "claim"]
+
+_log = get_logger("session")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,11 @@ class Session:
 
 
 def agree_on_session(
-    agreement: Agreement, config: RunConfig, staging: StagingDir, names_digest: str
+    agreement: Agreement,
+    config: RunConfig,
+    staging: StagingDir,
+    names_digest: str,
+    per_rank: Collection[str] = (),
 ) -> Session:
     """Compare what the ranks were given, group them by node and make the run known to the node's server.
 
@@ -45,13 +53,20 @@ def agree_on_session(
         config: of the run.
         staging: of this node.
         names_digest: of the names of this rank's tensors. Ranks of one pipeline stage have the same.
+        per_rank: names of the items that this rank has its own state of; a warning where ranks differ.
 
     Raises:
         InvalidInputError: ranks were given different URLs; on every rank, with both values.
         TimeoutExceededError: a rank did not take part.
     """
     told = agreement.gather(
-        "session", {"url": config.url, "node": _node_identity(staging), "names": names_digest}
+        "session",
+        {
+            "url": config.url,
+            "node": _node_identity(staging),
+            "names": names_digest,
+            "per_rank": sorted(per_rank),
+        },
     )
     for rank, other in enumerate(told):
         if other["url"] != told[0]["url"]:
@@ -62,6 +77,15 @@ def agree_on_session(
                 rank=rank,
                 url=other["url"],
             )
+    if agreement.rank == 0 and (odd := [r for r, o in enumerate(told) if o["per_rank"] != told[0]["per_rank"]]):
+        event(
+            _log,
+            logging.WARNING,
+            "session.per_rank_items_differ",
+            reason="a per-rank item that some ranks do not have goes back only to ranks that had it",
+            rank_0=told[0]["per_rank"],
+            other_ranks=odd,
+        )
     group = _group_of([other["node"] for other in told], agreement.rank)
     hosts_server = group.ranks[0] == agreement.rank
     if hosts_server:
