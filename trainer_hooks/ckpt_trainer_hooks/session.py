@@ -77,7 +77,9 @@ def agree_on_session(
                 rank=rank,
                 url=other["url"],
             )
-    if agreement.rank == 0 and (odd := [r for r, o in enumerate(told) if o["per_rank"] != told[0]["per_rank"]]):
+    if agreement.rank == 0 and (
+        odd := [r for r, o in enumerate(told) if o["per_rank"] != told[0]["per_rank"]]
+    ):
         event(
             _log,
             logging.WARNING,
