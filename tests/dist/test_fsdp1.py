@@ -83,6 +83,7 @@ def _save(rank: int, world: int, root: Path) -> dict[str, list[float]]:
         manager.restore()
         manager.save(0)
         assert not optimizer.state  # no step was made up to have a state
+        assert optimizer._optimizer_step_post_hooks  # its own steps are counted, not those of a view
         losses["fsdp1"] = list(train(model, optimizer, range(STEPS)))
         manager.save(STEPS)
         if rank == 0:

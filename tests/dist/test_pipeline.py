@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from ckpt.errors import InvalidInputError
 from ckpt_trainer_hooks import CheckpointManager
 from tests.support.bits import bits_of
-from tests.support.models import full_state
+from tests.support.models import barrier, full_state
 from tests.support.ranks import run_ranks
 
 LAYERS = 5  # over 2 stages: 3 and 2
@@ -79,6 +79,7 @@ def _restore(rank: int, world: int, root: Path, stages: int) -> tuple[dict[str, 
     optimizer = torch.optim.AdamW(stage.parameters(), lr=1.0)
     with _manager(root, stage, optimizer, f"restore-{world}") as manager:
         assert manager.restore(1) == 1
+    barrier()  # rank 0 has the store that the others may still read
     state = full_state(stage, optimizer)
     return {name: bits_of(tensor) for name, tensor in state.items()}, [
         g["lr"] for g in optimizer.param_groups

@@ -55,6 +55,13 @@ class Fsdp1Views:
         """Return the items with the views in place of what they stand for."""
         return {**items, **self._modules, **self._optimizers}
 
+    def stepping(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+        """Return the optimizers that really step, in the order of ``optimizers``, some of which are views."""
+        return [
+            self._optimizers[name].live if name in self._optimizers else optimizer
+            for name, optimizer in optimizers.items()
+        ]
+
     def _views(self) -> list[_ModuleView | _OptimizerView]:
         return [*self._modules.values(), *self._optimizers.values()]  # modules first: optimizers name theirs
 
@@ -140,14 +147,14 @@ class _OptimizerView(torch.optim.Optimizer):
 
     def __init__(self, live: torch.optim.Optimizer, view: _ModuleView) -> None:
         super().__init__([torch.nn.Parameter(torch.zeros(0))], {})
-        self._live, self._view = live, view
+        self.live, self._view = live, view
 
     def pull(self) -> None:
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         parameters = dict(self._view.named_parameters())
         with _sharded(self._view.live):
-            found = FullyShardedDataParallel.optim_state_dict(self._view.live, self._live)["state"]
+            found = FullyShardedDataParallel.optim_state_dict(self._view.live, self.live)["state"]
         self.state = defaultdict(dict)
         for fqn, entries in found.items():
             self.state[parameters[fqn]] = {key: _copy(value) for key, value in entries.items()}
@@ -167,17 +174,17 @@ class _OptimizerView(torch.optim.Optimizer):
             ],
         }
         with _sharded(self._view.live):
-            flat = FullyShardedDataParallel.optim_state_dict_to_load(self._view.live, self._live, wanted)
-        live = [parameter for group in self._live.param_groups for parameter in group["params"]]
-        self._live.state.clear()
+            flat = FullyShardedDataParallel.optim_state_dict_to_load(self._view.live, self.live, wanted)
+        live = [parameter for group in self.live.param_groups for parameter in group["params"]]
+        self.live.state.clear()
         for number, entries in flat["state"].items():  # not by load_state_dict, which casts
-            self._live.state[live[number]] = entries
-        for mine, group in zip(self.param_groups, self._live.param_groups, strict=True):
+            self.live.state[live[number]] = entries
+        for mine, group in zip(self.param_groups, self.live.param_groups, strict=True):
             group.update({key: value for key, value in mine.items() if key != "params"})
 
     def _groups(self) -> Iterator[tuple[dict[str, Any], list[str]]]:
         names = parameter_names({MODEL_ITEM: self._view.live})
-        for group in self._live.param_groups:
+        for group in self.live.param_groups:
             yield group, [names[id(parameter)] for parameter in group["params"]]
 
 

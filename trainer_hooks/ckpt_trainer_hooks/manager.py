@@ -191,8 +191,8 @@ class CheckpointManager:
             starts_server=self._server is None,
             selftest=selftest_wanted(selftest),
         )
-        self._fence = OptimizerFence(self._state.optimizers.values(), self._pipeline)
-        self._accumulation_hooks = self._accumulation.watch(self._state.optimizers.values())
+        self._fence = OptimizerFence(self._state.stepping_optimizers, self._pipeline)
+        self._accumulation_hooks = self._accumulation.watch(self._state.stepping_optimizers)
         atexit.register(self.close)
 
     # --- the loop ---

@@ -178,6 +178,11 @@ class TrainState:
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
         return self.of_kind(ItemKind.OPTIMIZER)
 
+    @property
+    def stepping_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that the training loop steps; those of FSDP1 are seen through views elsewhere."""
+        return self.fsdp1.stepping(self.optimizers)
+
     def names_digest(self) -> str:
         """Digest of the names of all module tensors: equal on ranks that hold the same part of the model."""
         names = [
