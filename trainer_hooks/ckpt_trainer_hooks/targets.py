@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ckpt.errors import InvalidInputError
 from ckpt.events import event, get_logger
-from ckpt.format.layout import LayoutSet, TensorLayout, local_region
+from ckpt.format.layout import LayoutSet
 from ckpt.format.states import merge_values
 from ckpt.format.values import decode_value
 from ckpt.geometry import Region
-from ckpt.plan.read import Want
 from ckpt_proto.v1 import common_pb2
 from ckpt_trainer_hooks.compat import as_dtensor, local_tensor
 from ckpt_trainer_hooks.data import settle_loader
 from ckpt_trainer_hooks.elements import zeros
+from ckpt_trainer_hooks.filling import Filling, RestoreTargets
 from ckpt_trainer_hooks.generators import generator_type, restore_generator
 from ckpt_trainer_hooks.gradients import GradientState, clear_gradients, gradient_slots, misfit, put_record
-from ckpt_trainer_hooks.indirect import filled_later
-from ckpt_trainer_hooks.layout import dtype_name, torch_dtype
+from ckpt_trainer_hooks.layout import torch_dtype
 from ckpt_trainer_hooks.local_state import declared
 from ckpt_trainer_hooks.mismatch import Mismatch
 from ckpt_trainer_hooks.names import MODEL_ITEM, canonical_names, owned_tensors, parameter_names
@@ -40,33 +38,12 @@ from ckpt_trainer_hooks.optimizer_state import (
 from ckpt_trainer_hooks.parts import describe_parts, difference, inner_tensors, is_made_of_parts
 from ckpt_trainer_hooks.redistribute import Spread, load_later
 from ckpt_trainer_hooks.renaming import renamed
-from ckpt_trainer_hooks.selection import RestoreOptions, can_cast
+from ckpt_trainer_hooks.selection import RestoreOptions
 from ckpt_trainer_hooks.state import ItemKind, TrainState, is_tensor_entry
 
 __all__ = ["Mismatch", "RestoreTargets", "collect_targets"]
 
 _log = get_logger("restore")
-
-
-@dataclass(slots=True)
-class RestoreTargets:
-    """What to read and what to do with it.
-
-    Attributes:
-        wants: one per destination; ``target`` indexes ``tensors``.
-        tensors: local destination tensors, written in place.
-        mismatch: what does not fit.
-        apply: called in order, after every byte is in place.
-        casts: how many tensors are converted, by (saved, live) dtype.
-        own: whether this rank has a saved state, by name of each item wanted that is every rank's own.
-    """
-
-    wants: list[Want] = field(default_factory=list)
-    tensors: list[torch.Tensor] = field(default_factory=list)
-    mismatch: Mismatch = field(default_factory=Mismatch)
-    apply: list[Callable[[], None]] = field(default_factory=list)
-    casts: Counter[tuple[str, str]] = field(default_factory=Counter)
-    own: dict[str, bool] = field(default_factory=dict)
 
 
 def collect_targets(
@@ -97,7 +74,7 @@ def collect_targets(
     return targets
 
 
-class _Collector:
+class _Collector(Filling):
     def __init__(
         self,
         state: TrainState,
@@ -107,19 +84,15 @@ class _Collector:
         options: RestoreOptions,
         spread: Spread | None = None,
     ) -> None:
-        self._state = state
-        self._options = options
+        super().__init__(state, options)
         self._stored = saved
-        self._result = RestoreTargets()
-        self._used: set[str] = set()  # stored names
-        self._filled: dict[tuple[object, ...], tuple[str, str]] = {}  # place: live name, stored name
         self._leaves: dict[str, torch.Tensor] = {}
         merged = merge_values([decode_value(value, leaf=self._read_leaf) for value in values])
         names = renamed(saved, merged, options.rename)
         self._saved = names.layouts  # by live name
         self._used |= names.displaced
         self._values = names.values
-        self._aliases: dict[str, str] = self._values["aliases"]
+        self._aliases = self._values["aliases"]
         self._rank_items: dict[str, Any] = {}
         if rank_values is not None:
             self._rank_items = decode_value(rank_values, leaf=self._read_leaf)["items"]
@@ -415,57 +388,6 @@ class _Collector:
         self._want(layout, tensor, Region.whole(layout.global_shape))
         self._leaves[name] = tensor
         return tensor
-
-    def _into(self, name: str, live: torch.Tensor) -> None:
-        """Want ``name`` in place of ``live`` (a plain tensor or a DTensor), if it fits."""
-        source = self._aliases.get(name, name)
-        layout = self._saved.get(source)
-        if layout is None:
-            self._result.mismatch.missing.append(name)
-            return
-        self._used.add(layout.name)
-        if layout.global_shape != tuple(live.shape):
-            self._result.mismatch.shapes.append(
-                f"{name}: saved {list(layout.global_shape)}, live {list(live.shape)}"
-            )
-            return
-        if not self._has_fitting_dtype(name, layout, live):
-            return
-        placed = self._state.builder.place(name, live)
-        region = local_region(placed.layout, self._state.rank)
-        if region is None or placed.local.numel() == 0 or self._is_filled(name, source, placed.local):
-            return
-        self._want(layout, placed.local, region)
-
-    def _has_fitting_dtype(self, name: str, layout: TensorLayout, live: torch.Tensor) -> bool:
-        dtype = dtype_name(live.dtype)
-        if layout.dtype == dtype:
-            return True
-        if self._options.cast_dtypes and can_cast(layout.dtype, live.dtype):
-            self._result.casts[layout.dtype, dtype] += 1
-            return True
-        reason = ", which cast_dtypes does not convert" if self._options.cast_dtypes else ""
-        self._result.mismatch.dtypes.append(f"{name}: saved {layout.dtype}, live {dtype}{reason}")
-        return False
-
-    def _is_filled(self, name: str, source: str, local: torch.Tensor) -> bool:
-        """Whether these very elements get their values under another name: a tied weight is read once."""
-        place = (local.data_ptr(), local.shape, local.stride(), local.dtype, local.device)
-        first = self._filled.setdefault(place, (name, source))
-        if first[1] != source:
-            event(_log, logging.WARNING, "restore.tied_here", left_out=name, kept=first[0])
-        return first[0] != name
-
-    def _want(self, layout: TensorLayout, tensor: torch.Tensor, region: Region) -> None:
-        self._used.add(layout.name)
-        if tensor.numel() == 0:
-            return
-        later = filled_later(layout.name, tensor)
-        if later is not None:
-            tensor, write = later
-            self._result.apply.append(write)
-        self._result.wants.append(Want(layout.name, region, len(self._result.tensors)))
-        self._result.tensors.append(tensor)
 
 
 def _load_emitted(module: torch.nn.Module, emitted: dict[str, Any]) -> None:
