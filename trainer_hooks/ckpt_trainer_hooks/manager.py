@@ -16,7 +16,6 @@ from ckpt.errors import (
     BusyError,
     CkptError,
     InvalidInputError,
-    RefusedError,
     SnapshotTornError,
     TimeoutExceededError,
 )
@@ -34,8 +33,9 @@ from ckpt_trainer_hooks.fence import OptimizerFence
 from ckpt_trainer_hooks.flusher_process import python_path
 from ckpt_trainer_hooks.handle import SaveHandle
 from ckpt_trainer_hooks.layout import LayoutBuilder
+from ckpt_trainer_hooks.lineage import Lineage
 from ckpt_trainer_hooks.options import audit_interval, check_choice, merged_items, run_config
-from ckpt_trainer_hooks.pipeline import Origin, SavePipeline
+from ckpt_trainer_hooks.pipeline import SavePipeline
 from ckpt_trainer_hooks.policy import EveryNSteps, SaveDecisionPolicy
 from ckpt_trainer_hooks.redistribute import Redistribute, check_hooks
 from ckpt_trainer_hooks.restore import Restorer
@@ -171,15 +171,16 @@ class CheckpointManager:
         if self._overlapped and not self._state.optimizers:
             raise InvalidInputError("overlapped mode needs a registered optimizer: its step is the fence")
         self._on_busy, self._on_error = on_busy, on_error
-        self._audit_every = audit_interval(audit_every, overlapped=self._overlapped)
-        self._saves = 0
+        self._lineage = Lineage(
+            self.run,
+            rank=rank,
+            world_size=self._agreement.world_size,
+            audit_every=audit_interval(audit_every, overlapped=self._overlapped),
+        )
         self._pending_wait_s, self._timeout_s = pending_wait_s, timeout_s
         self._staging = StagingDir(staging_dir or default_staging_path()).ensure()
         self._server = server or os.environ.get("CKPT_SERVER")
         self._session: Session | None = None
-        self._attempt: int | None = None
-        self._parent: CheckpointId | None = None
-        self._last_saved: int | None = None
         self._closed = False
         self._owner = os.getpid()
         self._pipeline = SavePipeline(
@@ -269,7 +270,9 @@ class CheckpointManager:
                 redistribute=self._redistribute,
             ).restore(str(step))
         self._accumulation.after_restore(self._state.modules)
-        self._begin_attempt(found)
+        self._lineage.begin(
+            claim(self._agreement, self._config.url, self._config.store_options, found), found
+        )
         self._fence.restart()
         self._pipeline.retake_wanted = False  # of a state that is no more
         with self._agreement.together("prepare"):
@@ -356,7 +359,7 @@ class CheckpointManager:
     @property
     def attempt(self) -> int | None:
         """Number of this start of the run; None before restore()."""
-        return self._attempt
+        return self._lineage.attempt
 
     def latest_step(self) -> int | None:
         """Return the step that restore() would choose among committed checkpoints, or None."""
@@ -392,7 +395,7 @@ class CheckpointManager:
         if self._pipeline.retake_wanted:
             raise SnapshotTornError(
                 "the last snapshot was torn and thrown away, and no save took its place",
-                step=self._last_saved,
+                step=self._lineage.last_saved,
             )
 
     def close(self) -> None:
@@ -436,7 +439,7 @@ class CheckpointManager:
 
     def _save(self, step: int) -> SaveHandle:
         self._check_open()
-        if self._attempt is None:
+        if self._lineage.attempt is None:
             # Not done here: it talks to the store and to other ranks, and a save does neither.
             raise InvalidInputError(
                 "call restore() before the first save, also for a fresh run: it gives this start of the run "
@@ -448,12 +451,12 @@ class CheckpointManager:
                 "a save from inside a pipeline schedule would hold a part of a step; save after its step()",
                 code="inside-schedule",
             )
-        ident = CheckpointId(step, self._attempt)
+        ident = CheckpointId(step, self._lineage.attempt)
         if (deferred := self._accumulation.before_save(ident)) is not None:
             return deferred
         self._pipeline.wait_until_captured()
-        self._check_order(step)
-        self._fence.warn_if_off_by_one(step, 0 if self._parent is None else self._parent.step)
+        self._lineage.check_order(step, retake=self._pipeline.retake_wanted)
+        self._fence.warn_if_off_by_one(step, self._lineage.first_step)
         if self._pipeline.busy and not arena_is_free(self._pipeline, self._on_busy, step):
             handle = SaveHandle(ident, skipped=True)
             handle.fail(BusyError("skipped: the save before is still being written", step=step))
@@ -462,45 +465,20 @@ class CheckpointManager:
         self._pipeline.retake_wanted = False
         if retake:
             event(_log, logging.WARNING, "save.retaken", step=step, reason="the last snapshot was torn")
-        audit = self._audit_shift()
-        overlapped = self._overlapped and not retake
+        assert self._session is not None
         handle = self._pipeline.save(
             ident,
-            self._origin(),
-            overlapped=overlapped,
-            audit_shift=audit,
+            self._lineage.origin(self._session.group),
+            overlapped=self._overlapped and not retake,
+            audit_shift=self._lineage.audit_shift(),
             flat=self._accumulation.state_to_save(),
         )
-        self._saves += 1
-        self._last_saved = step
+        self._lineage.note_saved(step)
         return handle
 
     def _remember_boundary(self) -> None:
         if self._accumulation.wants_boundaries:
             self._accumulation.remember(self._state.flatten())
-
-    def _check_order(self, step: int) -> None:
-        last = self._last_saved
-        if last is None or step > last or (step == last and self._pipeline.retake_wanted):
-            return  # of a torn snapshot nothing was handed over
-        raise RefusedError("steps of one attempt must grow", code="step-order", step=step, last=last)
-
-    def _audit_shift(self) -> int | None:
-        """Which audit this save is, or None; counted alike on every rank."""
-        due = self._audit_every > 0 and self._saves % self._audit_every == 0
-        return self._saves // self._audit_every if due and self._agreement.world_size > 1 else None
-
-    def _origin(self) -> Origin:
-        assert self._session is not None
-        assert self._attempt is not None
-        return Origin(
-            run=self.run,
-            rank=self._agreement.rank,
-            world_size=self._agreement.world_size,
-            attempt=self._attempt,
-            parent=self._parent,
-            group=self._session.group,
-        )
 
     def _begin_session(self) -> None:
         if self._session is None:
@@ -516,12 +494,6 @@ class CheckpointManager:
                 start_embedded_server(
                     self._staging, trainer_pid=os.getpid(), environment={**os.environ, **python_path()}
                 )
-
-    def _begin_attempt(self, parent: CheckpointId | None) -> None:
-        self._attempt = claim(self._agreement, self._config.url, self._config.store_options, parent)
-        self._parent = parent
-        self._saves = 0
-        self._last_saved = None
 
     def _wait_for_pending_saves(self, timeout_s: float | None = None) -> None:
         wait_for_saves(self._pipeline.pending, self._config, self._staging, timeout_s)
