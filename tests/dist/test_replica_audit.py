@@ -51,3 +51,47 @@ def test_I46_a_flipped_bit_in_one_replica_is_found_before_the_commit(
 
 def test_equal_replicas_are_committed(tmp_path: Path) -> None:
     assert set(run_ranks(3, _save_with_a_flipped_bit, tmp_path, "ddp", -1, "overlapped")) == {"committed"}
+
+
+class Meter:
+    """A stateful object with a tensor that the ranks never reduced."""
+
+    def __init__(self, rank: int) -> None:
+        self.total = torch.tensor([1.0, float(rank)])
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"total": self.total}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.total = state["total"]
+
+
+def _save_a_meter(rank: int, world: int, root: Path, per_rank: tuple[str, ...]) -> str:
+    model, optimizer = build("ddp", world)
+    manager = CheckpointManager(
+        f"file://{root}/store/run",
+        model=model,
+        optimizer=optimizer,
+        state={"meter": Meter(rank)},
+        per_rank=per_rank,
+        staging_dir=root / "staging",
+    )
+    try:
+        manager.restore()
+        handle = manager.save(1)
+        try:
+            handle.upload_completion.result(60)
+        except CkptError as error:
+            return f"{error.code} {error.context.get('tensor')}"
+        return "committed"
+    finally:
+        dist.barrier()
+        manager.close()
+
+
+def test_I46_a_tensor_in_plain_state_that_differs_from_rank_to_rank_is_found(tmp_path: Path) -> None:
+    assert set(run_ranks(3, _save_a_meter, tmp_path, ())) == {"replicas-differ meter.total"}
+
+
+def test_I46_declared_per_rank_it_is_kept_for_each_rank(tmp_path: Path) -> None:
+    assert set(run_ranks(3, _save_a_meter, tmp_path, ("meter",))) == {"committed"}

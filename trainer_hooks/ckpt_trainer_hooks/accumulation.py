@@ -224,7 +224,7 @@ class Accumulation:
 
 
 def _copied(leaf: Leaf) -> Leaf:
-    return Leaf(Placed(leaf.placed.layout, leaf.placed.local.clone()), deferred=False)
+    return Leaf(Placed(leaf.placed.layout, leaf.placed.local.clone()), deferred=False, agreed=leaf.agreed)
 
 
 def _follow(follower: Future[None], leader: Future[None]) -> None:

@@ -27,8 +27,8 @@ class _Look:
 
 
 class Audit:
-    """Digests of one audited snapshot. Parameters and optimizer state only: buffers may differ by design
-    (running statistics of a batch norm do, under data parallelism).
+    """Digests of one audited snapshot, of every tensor whose replicas have to be equal: parameters, optimizer
+    state, tensors in plain values. What may be copied later is digested in :meth:`run`, the rest at once.
 
     Args:
         plan: of the snapshot.
@@ -44,10 +44,11 @@ class Audit:
         self._shift = shift
         self._own: list[tuple[int, int, int]] = []
         self._looks: list[_Look] = []
+        self._seen: list[tuple[int, int]] = []
         stored = {array.name: array for array in plan.save.arrays}
         for leaf in leaves:
             layout, local = leaf.placed.layout, leaf.placed.local
-            if not leaf.deferred or local.is_cuda or layout.mesh.coord_of(rank) is None:
+            if not leaf.agreed or local.is_cuda or layout.mesh.coord_of(rank) is None:
                 continue
             array = stored.get(layout.name)
             if array is not None and replication(layout, rank)[0] > 1:
@@ -59,7 +60,11 @@ class Audit:
                     zip(stripe.local_start, stripe.region.shape, strict=True)
                 ):
                     part = part.narrow(dim, start, size)
-                self._looks.append(_Look(positions[layout.name], part))
+                look = _Look(positions[layout.name], part)
+                if leaf.deferred:
+                    self._looks.append(look)
+                else:
+                    self._seen.append((look.position, _digest(part)))
 
     def placeholder(self) -> bytes:
         """A serialized SegmentIndex with this audit only, of the length that :meth:`run` will return."""
@@ -70,15 +75,21 @@ class Audit:
         own, other = bytearray(self._size), bytearray(self._size)
         for position, start, nbytes in self._own:
             _put(own, position, xxhash.xxh3_64_intdigest(arena.view[start : start + nbytes]))
+        for position, value in self._seen:
+            _put(other, position, value)
         for look in self._looks:
-            raw = look.part.contiguous().reshape(-1).view(torch.uint8).numpy()
-            _put(other, look.position, xxhash.xxh3_64_intdigest(raw.data))
+            _put(other, look.position, _digest(look.part))
         self._looks.clear()
         return self._serialized(bytes(own), bytes(other))
 
     def _serialized(self, own: bytes, other: bytes) -> bytes:
         audit = disk_pb2.ReplicaAudit(shift=self._shift, own=own, other=other)
         return disk_pb2.SegmentIndex(audit=audit).SerializeToString()
+
+
+def _digest(part: torch.Tensor) -> int:
+    raw = part.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return xxhash.xxh3_64_intdigest(raw.data)
 
 
 def _put(table: bytearray, position: int, value: int) -> None:

@@ -71,10 +71,12 @@ class Leaf:
     Attributes:
         placed: its layout (which carries the name) and this rank's local part, not copied.
         deferred: only an optimizer step may change it, so the copy may run until the next one.
+        agreed: its replicas have to be equal. Not so for buffers: running statistics differ by design.
     """
 
     placed: Placed
     deferred: bool
+    agreed: bool = True
 
 
 @dataclass(slots=True)
@@ -247,7 +249,8 @@ class _Flattening:
         return self._flat
 
     def _module(self, item: str, module: torch.nn.Module) -> dict[str, Any]:
-        parameters = owned_tensors(module, buffers=False) if self._state.may_defer(item) else {}
+        parameters = owned_tensors(module, buffers=False)
+        deferred = parameters if self._state.may_defer(item) else {}
         wrappers = {fqn: t for fqn, t in owned_tensors(module).items() if is_made_of_parts(t)}
         state = module.state_dict()
         extra = {}
@@ -257,9 +260,10 @@ class _Flattening:
                 name = f"{item}.{fqn}"
                 self._parts[name] = describe_parts(name, wrappers[fqn])
                 for inner, tensor in inner_tensors(name, wrappers[fqn]):
-                    self._add_unless_alias(inner, tensor, deferred=fqn in parameters)
+                    self._add_unless_alias(inner, tensor, deferred=fqn in deferred, agreed=fqn in parameters)
             elif is_tensor_entry(fqn, value):
-                self._add_unless_alias(f"{item}.{fqn}", value, deferred=fqn in parameters)
+                name = f"{item}.{fqn}"
+                self._add_unless_alias(name, value, deferred=fqn in deferred, agreed=fqn in parameters)
             else:
                 extra[fqn] = value
         return {"kind": str(ItemKind.MODULE), "extra": extra}
@@ -325,7 +329,7 @@ class _Flattening:
         self._append(name, self._builder.place(name, value, alone=alone), deferred=False)
         return name
 
-    def _add_unless_alias(self, name: str, tensor: torch.Tensor, *, deferred: bool) -> None:
+    def _add_unless_alias(self, name: str, tensor: torch.Tensor, *, deferred: bool, agreed: bool) -> None:
         placed = self._builder.place(name, tensor)
         local = placed.local
         if local.numel() > 0:
@@ -343,13 +347,13 @@ class _Flattening:
             if first != name:
                 self._aliases[name] = first
                 return
-        self._append(name, placed, deferred=deferred)
+        self._append(name, placed, deferred=deferred, agreed=agreed)
 
-    def _append(self, name: str, placed: Placed, *, deferred: bool) -> None:
+    def _append(self, name: str, placed: Placed, *, deferred: bool, agreed: bool = True) -> None:
         if name in self._names:
             raise InvalidInputError("two tensors have one name", tensor=name)
         self._names.add(name)
-        self._flat.leaves.append(Leaf(placed, deferred))
+        self._flat.leaves.append(Leaf(placed, deferred, agreed))
 
 
 def is_tensor_entry(fqn: str, value: object) -> bool:
