@@ -187,7 +187,7 @@ def test_value_that_cannot_be_stored_is_named_and_nothing_is_written(place: Plac
         {"per_rank": ("typo",)},
         {"mode": "overlapped", "optimizer": None},
     ],
-    ids=str,
+    ids=lambda arguments: "-".join(arguments) or None,
 )
 def test_wrong_arguments_are_refused_before_anything_is_written(
     tmp_path: Path, wrong: dict[str, Any]

@@ -138,7 +138,9 @@ def test_mapping_of_any_type_may_be_registered() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [object(), Keeper, lambda: 0, torch.Generator(), print, np.array(["x"])], ids=repr
+    "value",
+    [object(), Keeper, lambda: 0, torch.Generator(), print, np.array(["x"])],
+    ids=["object", "class", "lambda", "generator", "builtin", "text-array"],
 )
 def test_what_cannot_come_back_is_refused_with_its_path(value: Any) -> None:
     with pytest.raises(InvalidInputError) as caught:
