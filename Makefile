@@ -32,10 +32,10 @@ demo: $(VENV)/.ready
 
 test: $(VENV)/.ready $(PROTO_VENV)/.ready
 	$(RUN) -m tests.support.ceph --install || true  # the summary of the tests says so where it cannot be had
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n 3 --dist loadfile  # most of the time goes into waiting for processes and disks
 
 test-fast: $(VENV)/.ready $(PROTO_VENV)/.ready
-	$(RUN) -m pytest tests/unit tests/property
+	$(RUN) -m pytest -n 2 --dist loadfile tests/unit tests/property
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .

@@ -9,7 +9,7 @@ import pytest
 from tests.support.ceph import Radosgw, UnavailableHere, install
 from tests.support.s3 import Ministack, Rclone
 
-_NO_RADOSGW = pytest.StashKey[str]()
+_NO_RADOSGW = "radosgw: "
 
 
 @pytest.fixture(scope="session")
@@ -31,13 +31,12 @@ def rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rclone]:
 
 
 @pytest.fixture(scope="session")
-def radosgw(pytestconfig: pytest.Config) -> Iterator[Radosgw]:
+def radosgw() -> Iterator[Radosgw]:
     """A real S3 server. Where it cannot be had the test is skipped and the summary says why."""
     try:
         gateway = Radosgw(install()).start()
     except UnavailableHere as error:
-        pytestconfig.stash[_NO_RADOSGW] = str(error)
-        pytest.skip(f"radosgw: {error}")
+        pytest.skip(f"{_NO_RADOSGW}{error}")
     yield gateway
     gateway.stop()
 
@@ -45,6 +44,13 @@ def radosgw(pytestconfig: pytest.Config) -> Iterator[Radosgw]:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
 ) -> None:
-    del exitstatus
-    if (reason := config.stash.get(_NO_RADOSGW, None)) is not None:
-        terminalreporter.write_line(f"radosgw cannot be had here, its tests were skipped: {reason}")
+    del exitstatus, config
+    # From the reports, which also come from other processes where several run tests.
+    for report in terminalreporter.stats.get("skipped", []):
+        _, _, reason = (
+            report.longrepr if isinstance(report.longrepr, tuple) else ("", 0, str(report.longrepr))
+        )
+        _, found, why = reason.partition(_NO_RADOSGW)
+        if found:
+            terminalreporter.write_line(f"radosgw cannot be had here, its tests were skipped: {why}")
+            return

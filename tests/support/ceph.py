@@ -27,7 +27,7 @@ from tests.support.s3 import S3Endpoint, free_port, start_process, stop_process
 
 __all__ = ["CACHE", "Radosgw", "UnavailableHere", "install"]
 
-CACHE = Path(__file__).resolve().parents[2] / ".cache" / "ceph"
+CACHE = Path(os.environ.get("CEPH_CACHE") or Path(__file__).resolve().parents[2] / ".cache" / "ceph")
 PACKAGES = ("radosgw", "ceph-mon", "ceph-osd", "ceph-common")
 _APT_S = 300
 

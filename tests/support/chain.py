@@ -261,6 +261,10 @@ def main() -> None:
 
 def _live(plan: Plan, zygote: int) -> int:
     os.setsid()
+    # Whoever runs the tests may have started them deaf (nohup, a background job); a trainer is not.
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     log = os.open(Path(plan.report) / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for fd, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, log), (2, log)):
         os.dup2(source, fd)

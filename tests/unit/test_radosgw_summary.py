@@ -5,22 +5,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_machine_without_radosgw_says_so_in_one_line_of_the_summary(tmp_path: Path) -> None:
-    program = f"""
-import sys, pathlib, pytest
-from tests.support import ceph
-ceph.CACHE = pathlib.Path({str(tmp_path / "cache")!r})
-tests = ["tests/contract/test_stores.py", "-k", "Radosgw and takes"]
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *tests]))
-"""
+@pytest.mark.parametrize("processes", ["0", "2"])
+def test_a_machine_without_radosgw_says_so_in_one_line_of_the_summary(tmp_path: Path, processes: str) -> None:
+    arguments = ["-q", "-n", processes, "-p", "no:cacheprovider"]
     (tmp_path / "bin").mkdir()
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            *arguments,
+            "tests/contract/test_stores.py",
+            "-k",
+            "Radosgw and takes",
+        ],
         cwd=ROOT,
-        env=dict(os.environ) | {"PATH": str(tmp_path / "bin"), "PYTHONPATH": str(ROOT)},
+        env=dict(os.environ) | {"PATH": str(tmp_path / "bin"), "CEPH_CACHE": str(tmp_path / "cache")},
         capture_output=True,
         text=True,
         timeout=120,
