@@ -65,7 +65,7 @@ class Report:
             ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
             times = (min(row.seconds), row.median, max(row.seconds))
             table.add_row(row.what, *(_time(s) for s in times), ratio, row.ratio_to, row.note)
-        Console(width=max(Console().width, 150)).print(table)
+        Console(width=max(Console().width, 180)).print(table)
         RESULTS.mkdir(exist_ok=True)
         rows = [asdict(row) for row in self.rows]
         body = {"conditions": self.conditions, "machine": platform.platform(), "rows": rows}

@@ -6,6 +6,7 @@ committed, over the ideal copy time.
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -22,8 +23,8 @@ __all__ = ["run"]
 def run(*, quick: bool, folder: Path | None) -> Report:
     """Measure one rank with a model whose state (weights and Adam moments) is some hundred MiB."""
     torch.set_num_threads(1)
-    width, layers = (1024, 8) if quick else (1536, 12)
-    repeats = 3 if quick else 7
+    width, layers = (1024, 8) if quick else (2304, 16)
+    repeats = 3 if quick else 5
     training = make_training(width, layers)
     model, optimizer, step = training.model, training.optimizer, training.step
     step()
@@ -31,17 +32,21 @@ def run(*, quick: bool, folder: Path | None) -> Report:
     state += [v for s in optimizer.state.values() for v in s.values() if v.dim()]
     nbytes = sum(t.numel() * t.element_size() for t in state)
     report = Report("stall", f"one rank, {nbytes >> 20} MiB in {len(state)} tensors, 1 compute thread")
-    copy = report.add("one warmed copy of the state", _copies(state, repeats), note="the limit")
+    target = [torch.zeros_like(tensor) for tensor in state]
+
+    def copy_once() -> None:
+        for a, b in zip(target, state, strict=True):
+            a.copy_(b)
+
     with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as root:
-        idle = _idle_steps(step, 3 * repeats)
-        base = report.add("training step, idle", idle)
         for mode in ("blocking", "overlapped"):
-            _measure(report, Path(root) / mode, mode, model, optimizer, step, repeats, copy, base)
+            _measure(report, Path(root) / mode, mode, model, optimizer, step, repeats, copy_once)
     return report
 
 
-def _measure(report, root, mode, model, optimizer, step, repeats, copy, base):  # type: ignore[no-untyped-def]
-    first, later, extra = [], [], []
+def _measure(report, root, mode, model, optimizer, step, repeats, copy_once):  # type: ignore[no-untyped-def]
+    copies, first, later, extra, idle = [], [], [], [], []
+    copy_once()  # its memory is as warm as the arena
     with CheckpointManager(
         root / "store" / "run", model=model, optimizer=optimizer, staging_dir=root / "staging", mode=mode
     ) as manager:
@@ -49,39 +54,28 @@ def _measure(report, root, mode, model, optimizer, step, repeats, copy, base):  
         for _ in range(3):
             step()  # the arena is pre-faulted meanwhile
         for number in range(repeats + 1):
+            idle += [_timed(step) for _ in range(3)]
+            copies.append(_timed(copy_once))  # where a save would be: after a step, with its caches
+            step()
             began = time.perf_counter()
             handle = manager.save(number)
             stall = time.perf_counter() - began
             (later if number else first).append(stall)
             slow = stall
             while not handle.done():
-                started = time.perf_counter()
-                step()
-                slow += time.perf_counter() - started - base.median
+                slow += _timed(step) - statistics.median(idle)
             if number:
                 extra.append(max(0.0, slow))
+    base = report.add(f"{mode}: training step while nothing is saved", idle)
+    copy = report.add(f"{mode}: one warmed copy, between the saves", copies, note="the limit")
     report.add(f"{mode}: first save blocks", first, over=copy)
     report.add(f"{mode}: later saves block", later, over=copy)
     if mode == "overlapped":
-        report.add("overlapped: later saves block", later, over=base, note="share of a step")
+        report.add("overlapped: later saves block", later, over=base)
     report.add(f"{mode}: stall and slow-down until committed", extra, over=copy, note="file:// store")
 
 
-def _copies(state: list[torch.Tensor], repeats: int) -> list[float]:
-    target = [torch.zeros_like(t) for t in state]
-    times = []
-    for _ in range(repeats + 1):
-        began = time.perf_counter()
-        for a, b in zip(target, state, strict=True):
-            a.copy_(b)
-        times.append(time.perf_counter() - began)
-    return times[1:]
-
-
-def _idle_steps(step, count: int) -> list[float]:  # type: ignore[no-untyped-def]
-    times = []
-    for _ in range(count):
-        began = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - began)
-    return times
+def _timed(work) -> float:  # type: ignore[no-untyped-def]
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
