@@ -12,13 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from ckpt.errors import (
-    BusyError,
-    CkptError,
-    InvalidInputError,
-    SnapshotTornError,
-    TimeoutExceededError,
-)
+from ckpt.errors import BusyError, CkptError, InvalidInputError, SnapshotTornError, TimeoutExceededError
 from ckpt.events import event, get_logger
 from ckpt.flusher.embedded import start_embedded_server
 from ckpt.format.ids import CheckpointId, split_run_url
@@ -41,11 +35,7 @@ from ckpt_trainer_hooks.redistribute import Redistribute, check_hooks
 from ckpt_trainer_hooks.restore import Restorer
 from ckpt_trainer_hooks.selection import Rename, RestoreOptions
 from ckpt_trainer_hooks.selftest import selftest_wanted
-from ckpt_trainer_hooks.session import (
-    Session,
-    agree_on_session,
-    claim,
-)
+from ckpt_trainer_hooks.session import Session, agree_on_session, claim
 from ckpt_trainer_hooks.several import named_items
 from ckpt_trainer_hooks.state import TrainState
 from ckpt_trainer_hooks.waiting import arena_is_free, wait_for_saves
