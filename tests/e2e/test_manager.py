@@ -105,7 +105,7 @@ def test_saving_before_and_after_the_first_step_changes_nothing(
     assert other.train(range(save_at, 5)) == expected[save_at:]
 
 
-def test_restore_right_after_a_save_in_the_same_process_gets_that_save(place: Place) -> None:
+def test_I78_restore_right_after_a_save_in_the_same_process_gets_that_save(place: Place) -> None:
     live = Live.new()
     with place.started(live) as manager:
         live.train(range(2))

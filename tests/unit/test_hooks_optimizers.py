@@ -135,9 +135,7 @@ def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> No
         optimizer.step()
 
 
-def test_parameter_that_never_had_a_gradient_has_no_state_and_starts_later_like_the_uninterrupted_run() -> (
-    None
-):
+def test_I18_parameter_that_never_had_a_gradient_starts_later_like_in_the_uninterrupted_run() -> None:
     model, optimizer = _two(0)
     model.use_b = False
     _steps(model, optimizer, 2)
@@ -154,7 +152,7 @@ def test_parameter_that_never_had_a_gradient_has_no_state_and_starts_later_like_
     assert_same_bits(full_state(other, fresh), full_state(model, optimizer))
 
 
-def test_state_of_a_parameter_that_was_frozen_later_is_kept() -> None:
+def test_I17_state_of_a_parameter_that_was_frozen_later_is_kept() -> None:
     model, optimizer = _two(0)
     _steps(model, optimizer, 2)
     model.b.requires_grad_(False)
@@ -173,7 +171,7 @@ def test_state_of_a_parameter_that_was_frozen_later_is_kept() -> None:
     assert_same_bits(full_state(other, fresh), full_state(model, optimizer))
 
 
-def test_every_key_of_every_group_comes_back_also_into_an_optimizer_without_scheduler() -> None:
+def test_I19_every_key_of_every_group_comes_back_also_into_an_optimizer_without_scheduler() -> None:
     model, optimizer = _two(0)
     optimizer.param_groups[0].update(tag="body", lr_scale=0.25, betas=(0.8, 0.95))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (n + 1))
@@ -193,7 +191,7 @@ def test_every_key_of_every_group_comes_back_also_into_an_optimizer_without_sche
     assert rebuilt.get_last_lr() == [0.1 / 3]
 
 
-def test_empty_group_keeps_its_place_and_its_options() -> None:
+def test_I20_empty_group_keeps_its_place_and_its_options() -> None:
     def built(seed: int, lrs: tuple[float, float, float]) -> tuple[_Two, torch.optim.Optimizer]:
         torch.manual_seed(seed)
         model = _Two()
@@ -213,7 +211,7 @@ def test_empty_group_keeps_its_place_and_its_options() -> None:
     _steps(other, fresh, 1)
 
 
-def test_groups_and_parameters_in_another_order_are_matched_by_name() -> None:
+def test_I22_I23_groups_and_parameters_in_another_order_are_matched_by_name() -> None:
     def built(seed: int, *, swapped: bool) -> tuple[_Two, torch.optim.Optimizer]:
         torch.manual_seed(seed)
         model = _Two()
@@ -262,7 +260,7 @@ def test_groups_that_were_cut_differently_are_named_before_anything_changes(stri
     assert_same_bits(full_state(other, fresh), full_state(model, optimizer))
 
 
-def test_moments_keep_their_dtype_where_it_is_not_the_parameters() -> None:
+def test_I28_moments_keep_their_dtype_where_it_is_not_the_parameters() -> None:
     def built(seed: int) -> tuple[_Two, torch.optim.Optimizer]:
         torch.manual_seed(seed)
         model = _Two().bfloat16()
