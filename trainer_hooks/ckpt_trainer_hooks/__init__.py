@@ -7,10 +7,12 @@ from ckpt_trainer_hooks.loading import load, load_into
 from ckpt_trainer_hooks.local_state import declare_local_state
 from ckpt_trainer_hooks.manager import CheckpointManager
 from ckpt_trainer_hooks.policy import EveryNSteps, SaveDecisionPolicy
+from ckpt_trainer_hooks.shards import ExplicitShards
 
 __all__ = [
     "CheckpointManager",
     "EveryNSteps",
+    "ExplicitShards",
     "ResumableLoader",
     "ResumableSampler",
     "SaveDecisionPolicy",

@@ -93,7 +93,9 @@ class Spread:
         for name, kind in state.kinds.items():
             saved = [tree.get(name) for tree in trees]
             lacking = [rank for rank, item in enumerate(saved) if item is None]
-            if not state.is_own(name) or not wants(name) or len(lacking) == len(saved):
+            if kind is ItemKind.SHARDS or not state.is_own(name):  # shards find their own way
+                continue
+            if not wants(name) or len(lacking) == len(saved):
                 continue
             if lacking:
                 problems.append(f"{name}: saved ranks {lacking} have no state of it; those of all are needed")

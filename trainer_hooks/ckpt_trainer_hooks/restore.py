@@ -22,14 +22,14 @@ from ckpt.plan.read import plan_read
 from ckpt.storage.base import Store
 from ckpt.storage.open import open_store
 from ckpt.storage.staging import StagingDir
-from ckpt_proto.v1 import disk_pb2
+from ckpt_proto.v1 import common_pb2, disk_pb2
 from ckpt_trainer_hooks.agree import Agreement
 from ckpt_trainer_hooks.environment import compare_environment
 from ckpt_trainer_hooks.placing import placer
 from ckpt_trainer_hooks.redistribute import Redistribute, Spread
 from ckpt_trainer_hooks.rng import derive_rng, restore_rng
 from ckpt_trainer_hooks.selection import RNG_ITEM, RestoreOptions
-from ckpt_trainer_hooks.state import TrainState
+from ckpt_trainer_hooks.state import ItemKind, TrainState
 from ckpt_trainer_hooks.targets import RestoreTargets, collect_targets
 
 __all__ = ["Restorer"]
@@ -168,13 +168,26 @@ class Restorer:
         own = self._index(checkpoint, rank if same_world else 0).rank_state
         spread = None if same_world else self._spread(checkpoint)
         targets = collect_targets(
-            self.state, checkpoint.layouts, shared, own if same_world else None, self.chosen, spread
+            self.state,
+            checkpoint.layouts,
+            shared,
+            own if same_world else None,
+            self.chosen,
+            spread,
+            self._every_rank(checkpoint),
         )
         looked_at = [own]
         if not same_world and self.chosen.takes_item(RNG_ITEM):  # together the ranks look at all
             mine = range(rank, saved_world, self.agreement.world_size)
             looked_at += [self._index(checkpoint, other).rank_state for other in mine]
         return targets, [decode_value(value, leaf=lambda name: None) for value in looked_at]
+
+    def _every_rank(self, checkpoint: Checkpoint) -> list[common_pb2.Value]:
+        """The own values of all saved ranks, which say where pieces of explicit shards are."""
+        shards = self.state.of_kind(ItemKind.SHARDS)
+        if not any(self.chosen.takes_item(name) for name in shards):
+            return []
+        return [self._index(checkpoint, rank).rank_state for rank in range(checkpoint.manifest.world_size)]
 
     def _spread(self, checkpoint: Checkpoint) -> Spread | None:
         """Every saved rank's own values, where items need them; reads every segment index then."""

@@ -43,6 +43,7 @@ from ckpt_trainer_hooks.names import canonical_names, owned_tensors, parameter_n
 from ckpt_trainer_hooks.optimizer_capture import capture_optimizer, check_optimizers
 from ckpt_trainer_hooks.parts import describe_parts, inner_tensors, is_made_of_parts
 from ckpt_trainer_hooks.rng import capture_rng, restore_rng
+from ckpt_trainer_hooks.shards import ExplicitShards
 
 __all__ = ["FlatState", "ItemKind", "Leaf", "TrainState", "is_tensor_entry"]
 
@@ -62,6 +63,7 @@ class ItemKind(StrEnum):
     PLAIN = "plain"
     GENERATOR = "generator"
     GRADIENTS = "gradients"
+    SHARDS = "shards"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,7 @@ class TrainState:
 
     def is_own(self, name: str) -> bool:
         """Whether each rank has a state of its own of the item."""
-        return name in self.per_rank or self.kinds.get(name) is ItemKind.GENERATOR
+        return name in self.per_rank or self.kinds.get(name) in (ItemKind.GENERATOR, ItemKind.SHARDS)
 
     def copy_at_once(self, names: Iterable[str]) -> None:
         """Learn from a torn snapshot: modules without a parameter of any optimizer (an average that the loop
@@ -226,6 +228,7 @@ class _Flattening:
             ItemKind.PLAIN: self._plain,
             ItemKind.GENERATOR: self._generator,
             ItemKind.GRADIENTS: self._gradients,
+            ItemKind.SHARDS: lambda _, shards: shards.tree(),
         }
         for stateful in self._state.of_kind(ItemKind.STATEFUL).values():
             settle_loader(stateful)
@@ -384,6 +387,8 @@ def _kind(name: str, item: object) -> ItemKind:
         return ItemKind.GRADIENTS
     if generator_type(item) is not None:
         return ItemKind.GENERATOR
+    if isinstance(item, ExplicitShards):
+        return ItemKind.SHARDS
     if hasattr(item, "state_dict") and hasattr(item, "load_state_dict"):
         return ItemKind.STATEFUL
     if isinstance(item, MutableMapping):

@@ -23,7 +23,7 @@ from ckpt_trainer_hooks.elements import zeros
 from ckpt_trainer_hooks.filling import Filling, RestoreTargets
 from ckpt_trainer_hooks.generators import generator_type, restore_generator
 from ckpt_trainer_hooks.gradients import GradientState, clear_gradients, gradient_slots, misfit, put_record
-from ckpt_trainer_hooks.layout import torch_dtype
+from ckpt_trainer_hooks.layout import dtype_name, torch_dtype
 from ckpt_trainer_hooks.local_state import declared
 from ckpt_trainer_hooks.mismatch import Mismatch
 from ckpt_trainer_hooks.names import MODEL_ITEM, canonical_names, owned_tensors, parameter_names
@@ -39,6 +39,7 @@ from ckpt_trainer_hooks.parts import describe_parts, difference, inner_tensors, 
 from ckpt_trainer_hooks.redistribute import Spread, load_later
 from ckpt_trainer_hooks.renaming import renamed
 from ckpt_trainer_hooks.selection import RestoreOptions
+from ckpt_trainer_hooks.shards import ExplicitShards, SavedShards, plan_fills
 from ckpt_trainer_hooks.state import ItemKind, TrainState, is_tensor_entry
 
 __all__ = ["Mismatch", "RestoreTargets", "collect_targets"]
@@ -53,6 +54,7 @@ def collect_targets(
     rank_values: common_pb2.Value | None,
     options: RestoreOptions | None = None,
     spread: Spread | None = None,
+    every_rank: Sequence[common_pb2.Value] = (),
 ) -> RestoreTargets:
     """Match the live state with a checkpoint. Changes nothing yet.
 
@@ -63,12 +65,15 @@ def collect_targets(
         rank_values: SegmentIndex.rank_state of this rank; None where this rank has none.
         options: what to take of it; all by default.
         spread: instead of ``rank_values``, where the number of ranks changed.
+        every_rank: the own values of all saved ranks, where explicit shards are registered.
 
     Raises:
         InvalidInputError: the options fit nothing; what does not fit the live state is in the result.
     """
     state.fsdp1.pull()
-    targets = _Collector(state, saved, values, rank_values, options or RestoreOptions(), spread).run()
+    collector = _Collector(state, saved, values, rank_values, options or RestoreOptions(), spread)
+    collector.every_rank = every_rank
+    targets = collector.run()
     if state.fsdp1:
         targets.apply.append(state.fsdp1.push)
     return targets
@@ -85,6 +90,7 @@ class _Collector(Filling):
         spread: Spread | None = None,
     ) -> None:
         super().__init__(state, options)
+        self.every_rank: Sequence[common_pb2.Value] = ()
         self._stored = saved
         self._leaves: dict[str, torch.Tensor] = {}
         merged = merge_values([decode_value(value, leaf=self._read_leaf) for value in values])
@@ -108,11 +114,15 @@ class _Collector(Filling):
             ItemKind.PLAIN: self._plain,
             ItemKind.GENERATOR: self._generator,
             ItemKind.GRADIENTS: self._gradients,
+            ItemKind.SHARDS: lambda *_: None,  # see below
         }
         shared = self._values["items"]
         order = sorted(self._state.items, key=lambda name: list(collectors).index(self._state.kinds[name]))
         for name in order:  # modules, then optimizers, then schedulers and the rest: the documented order
             if not self._wants_some(name):
+                continue
+            if self._state.kinds[name] is ItemKind.SHARDS:
+                self._shards(name, self._state.items[name])
                 continue
             saved = (self._rank_items if self._state.is_own(name) else shared).get(name)
             kind = self._state.kinds[name]
@@ -368,6 +378,27 @@ class _Collector(Filling):
             )
         self._result.apply.append(lambda: gradients.go_on(saved["done"], saved["of"]))
 
+    def _shards(self, item: str, live: ExplicitShards) -> None:
+        saved = SavedShards.read(item, self.every_rank, self._stored)
+        if saved is None:
+            self._result.mismatch.missing.append(f"{item} (whole item)")
+            return
+        if saved.global_shape != live.global_shape:
+            self._result.mismatch.shapes.append(
+                f"{item}: saved {list(saved.global_shape)}, live {list(live.global_shape)}"
+            )
+            return
+        if saved.dtype != dtype_name(live.dtype):
+            self._result.mismatch.dtypes.append(f"{item}: saved {saved.dtype}, live {dtype_name(live.dtype)}")
+            return
+        fills, uncovered = plan_fills(live, saved)
+        self._result.mismatch.shapes += [
+            f"{item}: no saved piece has the {list(box.sizes)} elements at {list(box.offsets)}"
+            for box in uncovered
+        ]
+        for fill in fills:
+            self._want(self._stored[fill.stored], fill.target, Region.of_box(fill.source))
+
     def _plain(self, item: str, mapping: Any, saved: Mapping[str, Any]) -> None:
         def fill() -> None:
             mapping.clear()
@@ -379,6 +410,8 @@ class _Collector(Filling):
         """A tensor inside plain state: read whole, on the CPU."""
         if name in self._leaves:  # several ranks' values name it
             return self._leaves[name]
+        if self._state.kinds.get(name.partition(".")[0]) is ItemKind.SHARDS:
+            return None  # read into the live pieces instead
         if not self._wants_some(name.partition(".")[0].partition("@rank")[0]):
             return None  # of an item that is not taken
         layout = self._stored.get(name)
