@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -94,11 +95,22 @@ def make_dirs(path: Path) -> None:
         except (FileNotFoundError, NotFoundError):
             continue
         except (FileExistsError, NotADirectoryError) as error:
+            if isinstance(error, FileExistsError) and not _is_occupied(folder):
+                continue  # it was a directory, made and removed by another process
             raise InvalidInputError("a file is where a directory is needed", path=folder) from error
         except OSError as error:
             raise os_error(error, folder) from error
         return
     raise UnavailableError("the directory keeps being removed", path=path)
+
+
+def _is_occupied(path: Path) -> bool:
+    """Whether ``path`` is something else than a directory. One stat: a removal cannot come between two."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return False
+    return not stat.S_ISDIR(mode) and not path.is_dir()  # a link may lead to a directory
 
 
 def write_all(file: BinaryIO, data: Buffer) -> None:

@@ -185,6 +185,30 @@ def test_puts_survive_deletes_that_remove_their_folder(tmp_path: Path) -> None:
         other.result()
 
 
+def test_a_folder_that_another_process_made_and_removed_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_mkdir, calls = os.mkdir, []
+
+    def mkdir(path: Path, mode: int = 0o777) -> None:
+        calls.append(path)
+        if len(calls) == 1:  # at the system call it existed; just after it does not
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        real_mkdir(path, mode)
+
+    store = LocalStore(tmp_path)
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    store.put("d/key", b"v")
+    assert store.get("d/key") == b"v"
+    assert calls == [tmp_path / "d"] * 2
+
+
+def test_a_link_to_nowhere_in_place_of_a_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "d").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(InvalidInputError, match="a file is where a directory is needed"):
+        LocalStore(tmp_path).put("d/key", b"v")
+
+
 def test_without_hard_links_the_probe_says_so_and_put_new_still_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
