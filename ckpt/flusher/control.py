@@ -163,6 +163,9 @@ class Flusher:
                 packet, fds, flags = _receive(self._control)
             except BlockingIOError:
                 return True
+            except ConnectionResetError:
+                # Said once, and before what the peer had sent: it died with events of ours unread.
+                continue
             except OSError:
                 return False
             if not packet:

@@ -203,6 +203,9 @@ class FlusherProcess:
                 packet = self._socket.recv(_PACKET_MAX)
             except BlockingIOError:
                 return True
+            except ConnectionResetError:
+                # Said once, and before what the peer had sent: it died with messages of ours unread.
+                continue
             except OSError:
                 return False
             if not packet:
