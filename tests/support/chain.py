@@ -189,13 +189,17 @@ class Zygote:
         return json.loads(answer)
 
 
-def poll(condition: Any, *, timeout_s: float = WAIT_S, what: Any) -> None:
-    """Wait until ``condition()`` is true; fail with ``what`` (a text, or a function that returns one)."""
+def poll(condition: Any, *, timeout_s: float = WAIT_S, what: Any) -> Any:
+    """Wait until ``condition()`` is true and return what it gave.
+
+    Fails with ``what``: a text, or a function that returns one.
+    """
     deadline = time.monotonic() + timeout_s
-    while not condition():
+    while not (found := condition()):
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {timeout_s} s: {what() if callable(what) else what}")
         time.sleep(0.02)
+    return found
 
 
 def processes(module: str, staging: Path | str, *, parent: int | None = None) -> list[int]:
