@@ -166,7 +166,8 @@ def _the_only_server(run: Run) -> list[int]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_to_the_whole_group_of_the_trainer_loses_nothing(run: Run, number: int) -> None:
-    life = run.live(last_step=2, freezes_flusher_at=2)
+    # Blocking: when step() has returned, the copy is over. An overlapped one may lose the race with the signal.
+    life = run.live(mode="blocking", last_step=2, freezes_flusher_at=2)
     life.wait_for("idle")
     # A first server that is slow to answer brings a second, which sees that and leaves.
     servers = poll(lambda: _the_only_server(run), what=lambda: f"there is one server{life.logs()}")
