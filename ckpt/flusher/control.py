@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import contextlib
 import fcntl
 import logging
@@ -21,6 +20,7 @@ from ckpt.errors import CkptError, InvalidInputError
 from ckpt.events import event, get_logger
 from ckpt.flusher.embedded import start_embedded_server
 from ckpt.flusher.handover import Handover
+from ckpt.flusher.packets import Packet, receive
 from ckpt.flusher.remote import Remote
 from ckpt.flusher.report import error_info
 from ckpt.flusher.write import seal_segment, sweep_debris
@@ -31,7 +31,6 @@ from ckpt_proto.v1 import flusher_pb2
 __all__ = ["Flusher", "FlusherSettings"]
 
 _PACKET_MAX = 64 << 10
-_FDS_MAX = 4
 _log = get_logger("flusher")
 _Event = flusher_pb2.FlusherEvent
 
@@ -160,30 +159,25 @@ class Flusher:
         """Take every message that is there; return False at the end of the socket."""
         while True:
             try:
-                packet, fds, flags = _receive(self._control)
+                packet = receive(self._control, _PACKET_MAX)
             except BlockingIOError:
                 return True
-            except ConnectionResetError:
-                # Said once, and before what the peer had sent: it died with events of ours unread.
-                continue
-            except OSError:
-                return False
-            if not packet:
+            if packet is None:
                 return False
             try:
-                self._take(packet, fds, whole=not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC))
+                self._take(packet)
             finally:
-                for fd in fds:
+                for fd in packet.fds:
                     os.close(fd)
 
-    def _take(self, packet: bytes, fds: list[int], *, whole: bool) -> None:
+    def _take(self, packet: Packet) -> None:
         try:
-            message = flusher_pb2.TrainerMessage.FromString(packet)
-            if not whole:
-                raise InvalidInputError("a message was cut short", nbytes=len(packet))
+            message = flusher_pb2.TrainerMessage.FromString(packet.data)
+            if not packet.whole:
+                raise InvalidInputError("a message was cut short", nbytes=len(packet.data))
             kind = message.WhichOneof("kind")
             if kind == "arena":
-                self._arena = _map_arena(message.arena.nbytes, fds)
+                self._arena = _map_arena(message.arena.nbytes, packet.fds)
             elif kind == "flush":
                 with self._lock:
                     self._unwritten += 1
@@ -193,7 +187,7 @@ class Flusher:
                 self._leaving_at = self._leaving_at or self._clock.monotonic()
         except (DecodeError, CkptError, OSError) as error:
             event(_log, logging.ERROR, "flusher.bad_message", error=error)
-            self._arena = None if fds else self._arena
+            self._arena = None if packet.fds else self._arena
             self._emit(_Event(state=_Event.STATE_WARNING, error=error_info(error)))
 
     def _emit(self, message: flusher_pb2.FlusherEvent) -> None:
@@ -257,21 +251,6 @@ class Flusher:
         self._emit(reply)
         if reply.state == _Event.STATE_SEALED:  # after the event, which must come before "committed"
             self._handover.sealed(flush.sequence, CheckpointId.from_proto(flush.id), flush.rank)
-
-
-def _receive(control: socket.socket) -> tuple[bytes, list[int], int]:
-    """Return one packet, the descriptors that came with it and recvmsg's flags; raises BlockingIOError."""
-    # Not socket.recv_fds: it drops the flags it is given, and would block.
-    packet, ancillary, flags, _ = control.recvmsg(
-        _PACKET_MAX,
-        socket.CMSG_SPACE(_FDS_MAX * array.array("i").itemsize),
-        socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC,
-    )
-    fds = array.array("i")
-    for level, kind, data in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-    return packet, list(fds), flags
 
 
 def _map_arena(nbytes: int, fds: list[int]) -> mmap.mmap:

@@ -22,6 +22,7 @@ from google.protobuf.message import DecodeError
 
 from ckpt.errors import InvalidInputError, UnavailableError
 from ckpt.events import event, get_logger
+from ckpt.flusher.packets import receive
 from ckpt.storage.logfile import open_log
 from ckpt.storage.staging import StagingDir, os_errors
 from ckpt_proto.v1 import flusher_pb2
@@ -200,17 +201,12 @@ class FlusherProcess:
         """Deliver the events that are there; return whether more may come."""
         while True:
             try:
-                packet = self._socket.recv(_PACKET_MAX)
+                packet = receive(self._socket, _PACKET_MAX)
             except BlockingIOError:
                 return True
-            except ConnectionResetError:
-                # Said once, and before what the peer had sent: it died with messages of ours unread.
-                continue
-            except OSError:
+            if packet is None:
                 return False
-            if not packet:
-                return False
-            self._deliver(packet)
+            self._deliver(packet.data)
 
     def _deliver(self, packet: bytes) -> None:
         try:
