@@ -6,8 +6,6 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,31 +20,13 @@ from ckpt.errors import (
 )
 from ckpt_trainer_hooks import CheckpointManager
 from tests.support.bits import assert_same_bits, bits_of
-from tests.support.runs import Live, Place, assert_equal_runs, capture_held, save_steps, seed_all, stop_server
+from tests.support.runs import Live, Place, assert_equal_runs, capture_held, save_steps, seed_all
 from tests.support.server import eventually
 
 WAIT_S = 30.0
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def staging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """One for all: its server runs from the first test to the last."""
-    path = tmp_path_factory.mktemp("node") / "staging"
-    yield path
-    stop_server(path)
-
-
-@pytest.fixture
-def place(tmp_path: Path, staging: Path) -> Place:
-    return Place(f"file://{tmp_path}/store/run", staging)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # --- exactness ---

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from ckpt.errors import (
@@ -20,30 +18,12 @@ from ckpt.errors import (
 from ckpt.format.ids import CheckpointId
 from ckpt_trainer_hooks import EveryNSteps
 from tests.support.bits import assert_same_bits, bits_of
-from tests.support.runs import Live, Place, save_steps, stop_server
+from tests.support.runs import Live, Place, save_steps
 
 WAIT_S = 30.0
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def staging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """One for all: its server runs from the first test to the last."""
-    path = tmp_path_factory.mktemp("node") / "staging"
-    yield path
-    stop_server(path)
-
-
-@pytest.fixture
-def place(tmp_path: Path, staging: Path) -> Place:
-    return Place(f"file://{tmp_path}/store/run", staging)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # --- choosing, refusing ---

@@ -27,24 +27,7 @@ from tests.support.server import eventually
 WAIT_S = 30.0
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def staging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    path = tmp_path_factory.mktemp("node") / "staging"
-    yield path
-    stop_server(path)
-
-
-@pytest.fixture
-def place(tmp_path: Path, staging: Path) -> Place:
-    return Place(f"file://{tmp_path}/store/run", staging)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @contextlib.contextmanager

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,21 +16,9 @@ from ckpt.errors import CorruptError
 from ckpt_trainer_hooks import CheckpointManager
 from ckpt_trainer_hooks.selftest import digest_of
 from tests.support.bits import bits_of
-from tests.support.runs import Live, Place, stop_server
+from tests.support.runs import Live, Place
 
 WAIT_S = 30.0
-
-
-@pytest.fixture(scope="module")
-def staging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    path = tmp_path_factory.mktemp("node") / "staging"
-    yield path
-    stop_server(path)
-
-
-@pytest.fixture
-def place(tmp_path: Path, staging: Path) -> Place:
-    return Place(f"file://{tmp_path}/store/run", staging)
 
 
 def passed(caplog: pytest.LogCaptureFixture) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,18 +23,6 @@ from tests.support.sealing import World, make_world, seal
 from tests.support.server import Server, State, eventually, save
 
 ID = CheckpointId(10, 1)
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    with Server(tmp_path / "staging") as running:
-        yield running
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    (tmp_path / "store").mkdir()
-    return f"file://{tmp_path}/store/run"
 
 
 def test_register_tells_about_path_and_store(server: Server, url: str, tmp_path: Path) -> None:

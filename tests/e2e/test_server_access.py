@@ -7,7 +7,6 @@ import signal
 import stat
 import subprocess
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,18 +26,6 @@ from tests.support.server import Server, eventually, save
 
 ID = CheckpointId(10, 1)
 EMBEDDED = ("--embedded", "--idle-exit", "0.5")
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    with Server(tmp_path / "staging") as running:
-        yield running
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    (tmp_path / "store").mkdir()
-    return f"file://{tmp_path}/store/run"
 
 
 def test_second_server_on_a_directory_is_refused(server: Server) -> None:

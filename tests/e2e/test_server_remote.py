@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -23,18 +23,6 @@ from tests.support.sealing import make_world, seal
 from tests.support.server import Server, save
 
 ID = CheckpointId(10, 1)
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    with Server(tmp_path / "staging") as running:
-        yield running
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    (tmp_path / "store").mkdir()
-    return f"file://{tmp_path}/store/run"
 
 
 def test_chunks_stream_to_a_server_elsewhere_and_resume(tmp_path: Path, url: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,18 +20,6 @@ from tests.support.sealing import make_world, seal
 from tests.support.server import Server, eventually, save
 
 ID = CheckpointId(10, 1)
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    with Server(tmp_path / "staging") as running:
-        yield running
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    (tmp_path / "store").mkdir()
-    return f"file://{tmp_path}/store/run"
 
 
 def test_read_tensor_gives_the_slice_numpy_gives(server: Server, url: str) -> None:
