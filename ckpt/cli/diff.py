@@ -128,11 +128,11 @@ def _parse(text: str) -> _Named:
 def _open(run: Repository, checkpoint: str, store: StoreOptions) -> Side:
     from ckpt.format.keys import run_key
     from ckpt.ops.diff import Side
-    from ckpt.ops.fetch import LocalTier
+    from ckpt.ops.tiers import node_tiers
     from ckpt.storage.staging import StagingDir, default_staging_path
 
     staging = StagingDir(store.staging or default_staging_path())
-    return Side(run.open(checkpoint), LocalTier(staging, run_key(run.url)))
+    return Side(run.open(checkpoint), node_tiers(staging, run_key(run.url)))
 
 
 def _compare(a: Side, b: Side, match: str, tolerance: Tolerance | None) -> TensorDiffs:

@@ -13,7 +13,8 @@ from ckpt.errors import InvalidInputError, NotFoundError
 from ckpt.format.layout import TensorLayout
 from ckpt.geometry import Box, Region
 from ckpt.ops.checkpoint import Checkpoint
-from ckpt.ops.fetch import LocalTier, fetch, place_in_numpy
+from ckpt.ops.fetch import fetch, place_in_numpy
+from ckpt.ops.tiers import Tier
 from ckpt.plan.read import Want, plan_read
 
 __all__ = ["Part", "read_indexes", "read_parts", "region_of"]
@@ -51,7 +52,7 @@ def read_parts(
     parts: Sequence[Part],
     out: Sequence[NDArray[Any]] | None = None,
     *,
-    local: LocalTier | None = None,
+    tiers: Sequence[Tier] = (),
 ) -> list[NDArray[Any]]:
     """Read ``parts`` and return their bits. Extra memory is a few chunks.
 
@@ -59,7 +60,7 @@ def read_parts(
         checkpoint: to read from.
         parts: what to read.
         out: C-contiguous arrays to fill instead of new ones, of the right shape and item size.
-        local: the node's own copies, read first.
+        tiers: where copies are looked for before the store, nearest first.
 
     Returns:
         One array per part, of unsigned integers of the tensor's item size (or raw bytes, above 8); those of
@@ -87,7 +88,7 @@ def read_parts(
         checkpoint,
         plan,
         lambda copy, chunk: place_in_numpy(arrays[copy.target], copy, chunk),
-        local=local,
+        tiers=tiers,
     )
     return arrays if out is None else list(out)
 

@@ -7,7 +7,7 @@ chunks it lies in prove that it is equal. What is left is read and compared in b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -17,7 +17,7 @@ from ckpt.geometry import Box, Shape
 from ckpt.ops.arrays import Part, read_indexes, read_parts
 from ckpt.ops.checkpoint import Checkpoint
 from ckpt.ops.compare import Difference, Tolerance
-from ckpt.ops.fetch import LocalTier
+from ckpt.ops.tiers import Tier
 from ckpt_proto.v1 import disk_pb2
 
 __all__ = ["BOX_NBYTES", "Side", "TensorDiff", "TensorDiffs", "TensorProblem", "diff_tensors"]
@@ -37,10 +37,10 @@ class TensorProblem(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A checkpoint, and the node's own copies of it, which are read first."""
+    """A checkpoint, and where copies of it are looked for before the store."""
 
     checkpoint: Checkpoint
-    local: LocalTier | None = None
+    tiers: Sequence[Tier] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,8 +225,8 @@ def _compare(
     progress(done, total)
     for batch in _batches(ordered):
         parts: list[Part] = [(layout.name, box) for layout, box in batch]
-        mine = read_parts(a.checkpoint, parts, local=a.local)
-        theirs = read_parts(b.checkpoint, parts, local=b.local)
+        mine = read_parts(a.checkpoint, parts, tiers=a.tiers)
+        theirs = read_parts(b.checkpoint, parts, tiers=b.tiers)
         for (layout, _), left, right in zip(batch, mine, theirs, strict=True):
             differences[layout.name].add(left, right, layout.dtype, tolerance)
             done += left.nbytes

@@ -1,37 +1,36 @@
 """Carrying out a read plan: whole chunks from the nearest copy, verified, placed by the caller.
 
-Tiers: the sealed segment in the node's staging directory, else the object store. A bad or missing local
-copy falls back to the store, chunk by chunk, and is reported; only when the store's copy is bad as well
-does the read fail.
+Copies are looked for in the tiers given, in their order (see ckpt.ops.tiers), then in the object store. A
+bad or missing copy falls back to the next tier, chunk by chunk, and is reported; only when the store's copy
+is bad as well does the read fail.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 
 from ckpt import dtypes
 from ckpt.digest import DIGEST_NBYTES, Buffer, digest
-from ckpt.errors import CkptError, CorruptError, InvalidInputError, NotFoundError, UnavailableError
+from ckpt.errors import CkptError, CorruptError, InvalidInputError, NotFoundError
 from ckpt.events import event, get_logger
 from ckpt.format.chunks import stored_chunk
 from ckpt.format.codec import decode_chunk
-from ckpt.format.ids import CheckpointId
 from ckpt.format.segment import chunk_range
 from ckpt.geometry import Box, Region
 from ckpt.ops.checkpoint import Checkpoint
+from ckpt.ops.tiers import GIVEN_UP, REMOTE, Tier
 from ckpt.plan.read import ChunkCopy, PieceRead, ReadPlan, Want, plan_chunks, plan_read
-from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import disk_pb2
 
-__all__ = ["FetchStats", "LocalTier", "Place", "fetch", "fetch_tensor", "read_verified_chunk"]
+__all__ = ["FetchStats", "Place", "fetch", "fetch_tensor", "read_verified_chunk"]
 
 Place: TypeAlias = Callable[[ChunkCopy, Buffer], None]
 
@@ -44,64 +43,27 @@ class FetchStats:
     """What a fetch did. Bytes are of whole chunks, as read.
 
     Attributes:
-        local_nbytes: from the staging directory.
-        remote_nbytes: from the object store.
-        repaired_chunks: chunks whose local copy was bad or gone and that the store gave instead.
+        nbytes: by name of the tier they came from; REMOTE for the object store.
+        repaired_chunks: chunks whose nearest copy was bad or gone and that a farther one gave instead.
     """
 
-    local_nbytes: int = 0
-    remote_nbytes: int = 0
+    nbytes: Counter[str] = field(default_factory=Counter)
     repaired_chunks: int = 0
-
-
-class LocalTier:
-    """The sealed segments of one run on this node.
-
-    Args:
-        staging: the node's staging directory.
-        run_key: the run's folder in it.
-    """
-
-    def __init__(self, staging: StagingDir, run_key: str) -> None:
-        self._staging = staging
-        self._run_key = run_key
-
-    def index(self, ident: CheckpointId, rank: int) -> disk_pb2.SegmentIndex | None:
-        """Return the index of the sealed segment, or None where it is not here or not readable."""
-        try:
-            return self._staging.read_index(self._run_key, ident, rank)
-        except NotFoundError:
-            return None
-        except CkptError as error:
-            event(_log, logging.WARNING, "fetch.local_index_bad", checkpoint=ident, rank=rank, error=error)
-            return None
-
-    def read_into(self, buffer: memoryview, ident: CheckpointId, rank: int, start: int) -> None:
-        """Fill ``buffer`` from the sealed segment. Raises CkptError where the bytes cannot be read."""
-        path = self._staging.segment_path(self._run_key, ident, rank)
-        try:
-            with path.open("rb", buffering=0) as file:
-                count = os.preadv(file.fileno(), [buffer], start)
-        except FileNotFoundError as error:
-            raise NotFoundError("local segment is gone", path=path) from error
-        except OSError as error:
-            raise UnavailableError(
-                "local segment cannot be read", path=path, reason=error.strerror
-            ) from error
-        if count != len(buffer):
-            raise CorruptError("local segment is cut short", path=path, start=start, nbytes=count)
 
 
 class _Segment:
     """One source rank's segment: its index and where its chunks can be had."""
 
-    def __init__(self, checkpoint: Checkpoint, rank: int, local: LocalTier | None) -> None:
+    def __init__(self, checkpoint: Checkpoint, rank: int, tiers: Sequence[Tier]) -> None:
         self._checkpoint = checkpoint
         self._rank = rank
-        self._local = local
-        found = local.index(checkpoint.ident, rank) if local is not None else None
-        self._is_local = found is not None
-        self.index = found if found is not None else checkpoint.segment_index(rank)
+        self._tiers: Sequence[Tier] = ()  # from the nearest that has it on
+        for position, tier in enumerate(tiers):
+            if (found := tier.index(checkpoint.ident, rank)) is not None:
+                self.index = found
+                self._tiers = tiers[position:]
+                return
+        self.index = checkpoint.segment_index(rank)
 
     def chunk(
         self, number: int, stats: FetchStats, lock: threading.Lock, scratch: memoryview | None = None
@@ -110,14 +72,12 @@ class _Segment:
 
         They may be in ``scratch`` (of at least a chunk), which must then not be used again before they are.
         """
-        if self._is_local:
-            data = self._read_local(number, scratch)
-            with lock:
-                if data is not None:
-                    stats.local_nbytes += len(data)
-                else:
-                    stats.repaired_chunks += 1
+        for position, tier in enumerate(self._tiers):
+            data = self._read_from(tier, number, scratch)
             if data is not None:
+                with lock:
+                    stats.nbytes[tier.name] += len(data)
+                    stats.repaired_chunks += position > 0
                 return data
         index = self._checkpoint.segment_index(self._rank)
         place = stored_chunk(index, number)
@@ -128,23 +88,29 @@ class _Segment:
                 "an object of the checkpoint is gone", code="missing", key=place.object_key
             ) from error
         with lock:
-            stats.remote_nbytes += len(stored)
+            stats.nbytes[REMOTE] += len(stored)
+            stats.repaired_chunks += len(self._tiers) > 0
         raw = decode_chunk(place.codec, stored, place.raw_nbytes)
         self._check(raw, index, number, where=place.object_key)
         return raw
 
-    def _read_local(self, number: int, scratch: memoryview | None) -> Buffer | None:
-        assert self._local is not None
+    def _read_from(self, tier: Tier, number: int, scratch: memoryview | None) -> Buffer | None:
         start, stop = chunk_range(number, self.index.nbytes, self.index.chunks.chunk_nbytes)
         try:
             data = scratch[: stop - start] if scratch is not None else memoryview(bytearray(stop - start))
-            self._local.read_into(data, self._checkpoint.ident, self._rank, start)
-            self._check(data, self.index, number, where="the staging directory")
+            tier.read_into(data, self._checkpoint.ident, self._rank, start)
+            self._check(data, self.index, number, where=tier.name)
             return data
         except CkptError as error:
-            event(
-                _log, logging.WARNING, "fetch.local_chunk_bad", checkpoint=self._checkpoint.ident, error=error
-            )
+            if error.code != GIVEN_UP:
+                event(
+                    _log,
+                    logging.WARNING,
+                    "fetch.bad_copy",
+                    tier=tier.name,
+                    checkpoint=self._checkpoint.ident,
+                    error=error,
+                )
             return None
 
     def _check(self, data: Buffer, index: disk_pb2.SegmentIndex, number: int, *, where: str) -> None:
@@ -163,7 +129,7 @@ def fetch(
     plan: ReadPlan,
     place: Place,
     *,
-    local: LocalTier | None = None,
+    tiers: Sequence[Tier] = (),
     workers: int = DEFAULT_WORKERS,
 ) -> FetchStats:
     """Read what ``plan`` names and hand each copy to ``place``.
@@ -173,7 +139,7 @@ def fetch(
         plan: of :func:`ckpt.plan.read.plan_read` over ``checkpoint.layouts``.
         place: called from several threads with a copy and the raw bytes of its chunk; must have copied
             when it returns. Copies never overlap in their targets.
-        local: the node's own copies, read first.
+        tiers: where copies are looked for before the store, nearest first.
         workers: chunks in flight; extra memory is this many chunks.
 
     Raises:
@@ -206,7 +172,7 @@ def fetch(
 
     with ThreadPoolExecutor(workers, thread_name_prefix="ckpt-fetch") as pool:
         planned = pool.map(
-            lambda item: _plan_segment(checkpoint, item[0], item[1], local), plan.by_rank.items()
+            lambda item: _plan_segment(checkpoint, item[0], item[1], tiers), plan.by_rank.items()
         )
         jobs = [
             pool.submit(read_one, segment, number, copies)
@@ -220,15 +186,15 @@ def fetch(
 
 
 def _plan_segment(
-    checkpoint: Checkpoint, rank: int, pieces: Sequence[PieceRead], local: LocalTier | None
+    checkpoint: Checkpoint, rank: int, pieces: Sequence[PieceRead], tiers: Sequence[Tier]
 ) -> tuple[_Segment, dict[int, list[ChunkCopy]]]:
-    segment = _Segment(checkpoint, rank, local)
+    segment = _Segment(checkpoint, rank, tiers)
     entries = {entry.name: entry for entry in segment.index.tensors}
     return segment, plan_chunks(entries, pieces, segment.index.chunks.chunk_nbytes, segment.index.nbytes)
 
 
 def read_verified_chunk(
-    checkpoint: Checkpoint, rank: int, chunk: int, *, local: LocalTier | None = None
+    checkpoint: Checkpoint, rank: int, chunk: int, *, tiers: Sequence[Tier] = ()
 ) -> Buffer:
     """Return the raw bytes of one chunk of a segment.
 
@@ -237,7 +203,7 @@ def read_verified_chunk(
         InvalidInputError: no such chunk.
         CorruptError: no good copy is left.
     """
-    segment = _Segment(checkpoint, rank, local)
+    segment = _Segment(checkpoint, rank, tiers)
     chunk_range(
         chunk, segment.index.nbytes, segment.index.chunks.chunk_nbytes
     )  # raises for a number too large
@@ -245,7 +211,7 @@ def read_verified_chunk(
 
 
 def fetch_tensor(
-    checkpoint: Checkpoint, name: str, box: Box | None = None, *, local: LocalTier | None = None
+    checkpoint: Checkpoint, name: str, box: Box | None = None, *, tiers: Sequence[Tier] = ()
 ) -> tuple[str, tuple[int, ...], bytearray]:
     """Read one tensor, or a box of it, into new memory.
 
@@ -253,7 +219,7 @@ def fetch_tensor(
         checkpoint: to read from.
         name: FQN.
         box: which part; None for all of it.
-        local: the node's own copies, read first.
+        tiers: where copies are looked for before the store, nearest first.
 
     Returns:
         (dtype, shape, row-major bytes).
@@ -274,7 +240,7 @@ def fetch_tensor(
     if data:
         target = np.frombuffer(data, _raw_dtype(itemsize)).reshape(region.shape)
         plan = plan_read(checkpoint.layouts, [Want(name, region, 0)])
-        fetch(checkpoint, plan, lambda copy, chunk: place_in_numpy(target, copy, chunk), local=local)
+        fetch(checkpoint, plan, lambda copy, chunk: place_in_numpy(target, copy, chunk), tiers=tiers)
     return layout.dtype, region.shape, data
 
 

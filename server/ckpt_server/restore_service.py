@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import grpc
@@ -14,7 +14,8 @@ from ckpt.errors import InvalidInputError, NotFoundError
 from ckpt.format import keys
 from ckpt.format.segment import chunk_range
 from ckpt.geometry import Box
-from ckpt.ops.fetch import LocalTier, fetch_tensor, read_verified_chunk
+from ckpt.ops.fetch import fetch_tensor, read_verified_chunk
+from ckpt.ops.tiers import Tier, node_tiers
 from ckpt.rpc.bulk import frames
 from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import disk_pb2, restore_pb2, restore_pb2_grpc
@@ -59,7 +60,7 @@ class RestoreService(restore_pb2_grpc.RestoreServicer):
         shape = tuple(layout.global_shape)
         box = _box(request.box, shape) if request.HasField("box") else Box((0,) * len(shape), shape)
         size = itemsize(layout.dtype)
-        local = self._local(request.url)
+        tiers = self._tiers(request.url)
         yield restore_pb2.ReadTensorHeader(
             id=checkpoint.ident.to_proto(),
             dtype=layout.dtype,
@@ -68,7 +69,7 @@ class RestoreService(restore_pb2_grpc.RestoreServicer):
             nbytes=box.nelements * size,
         ).SerializeToString()
         for block in row_blocks(box, max(1, _BLOCK_NBYTES // size)):
-            _, _, content = fetch_tensor(checkpoint, request.name, block, local=local)
+            _, _, content = fetch_tensor(checkpoint, request.name, block, tiers=tiers)
             yield from frames(content)
 
     def read_chunks(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -79,13 +80,13 @@ class RestoreService(restore_pb2_grpc.RestoreServicer):
         yield restore_pb2.ReadChunksHeader(
             id=checkpoint.ident.to_proto(), nbytes=[_chunk_nbytes(index, chunk) for chunk in request.chunks]
         ).SerializeToString()
-        local = self._local(request.url)
+        tiers = self._tiers(request.url)
         for chunk in request.chunks:
-            yield from frames(read_verified_chunk(checkpoint, request.rank, chunk, local=local))
+            yield from frames(read_verified_chunk(checkpoint, request.rank, chunk, tiers=tiers))
 
-    def _local(self, url: str) -> LocalTier:
+    def _tiers(self, url: str) -> Sequence[Tier]:
         """This node's copies come first, also of a run that it only reads."""
-        return LocalTier(self._staging, keys.run_key(url))
+        return node_tiers(self._staging, keys.run_key(url))
 
 
 def row_blocks(box: Box, most: int) -> Iterator[Box]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,14 +10,18 @@ from numpy.typing import NDArray
 
 from ckpt.digest import digest
 from ckpt.format.ids import CheckpointId
+from ckpt.format.keys import segment_key
 from ckpt.format.layout import LayoutSet, Mesh, Shard, TensorLayout
 from ckpt.format.segment import CHUNK_NBYTES
 from ckpt.format.values import encode_value
+from ckpt.ops.groups import read_layout
 from ckpt.plan.save import plan_save
+from ckpt.storage.base import Store
 from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import common_pb2, disk_pb2
+from tests.support.builders import Built
 
-__all__ = ["World", "make_world", "seal", "segment_bytes"]
+__all__ = ["World", "make_world", "seal", "seal_copy", "segment_bytes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,3 +113,17 @@ def seal(
     staging.segment_path(run_key, ident, rank).write_bytes(image)
     staging.write_layout(run_key, world.layouts.digest, world.layouts.encode())
     staging.write_index(run_key, ident, rank, index)
+
+
+def seal_copy(staging: StagingDir, run_key: str, store: Store, built: Built, ranks: Iterable[int]) -> None:
+    """Lay the segments of ``ranks`` of a committed checkpoint into ``staging``, as their node sealed them."""
+    for rank in ranks:
+        index = disk_pb2.SegmentIndex()
+        index.CopyFrom(built.segments[rank])
+        del index.chunks.object_keys[:]
+        staging.make_checkpoint_dir(run_key, built.ident)
+        path = staging.segment_path(run_key, built.ident, rank)
+        path.write_bytes(store.get(segment_key(built.ident, rank)))
+        layouts = read_layout(store, index.layout_digest)
+        staging.write_layout(run_key, layouts.digest, layouts.encode())
+        staging.write_index(run_key, built.ident, rank, index)

@@ -17,7 +17,8 @@ from ckpt.format.keys import run_key
 from ckpt.format.values import decode_value, encode_value
 from ckpt.ops import catalog
 from ckpt.ops.checkpoint import Checkpoint
-from ckpt.ops.fetch import FetchStats, LocalTier, fetch
+from ckpt.ops.fetch import FetchStats, fetch
+from ckpt.ops.tiers import LOCAL, PEER, REMOTE, REPLICA, node_tiers
 from ckpt.plan.read import plan_read
 from ckpt.storage.base import Store
 from ckpt.storage.open import open_store
@@ -154,8 +155,10 @@ class Restorer:
             logging.INFO,
             "restore.done",
             checkpoint=ident,
-            local_nbytes=stats.local_nbytes,
-            remote_nbytes=stats.remote_nbytes,
+            local_nbytes=stats.nbytes[LOCAL],
+            replica_nbytes=stats.nbytes[REPLICA],
+            peer_nbytes=stats.nbytes[PEER],
+            remote_nbytes=stats.nbytes[REMOTE],
             repaired_chunks=stats.repaired_chunks,
             elapsed_s=time.perf_counter() - started,
         )
@@ -215,15 +218,17 @@ class Restorer:
         )
 
     def _index(self, checkpoint: Checkpoint, rank: int) -> disk_pb2.SegmentIndex:
-        local = LocalTier(self.staging, run_key(self.url)).index(checkpoint.ident, rank)
-        return local if local is not None else checkpoint.segment_index(rank)
+        for tier in node_tiers(self.staging, run_key(self.url)):
+            if (found := tier.index(checkpoint.ident, rank)) is not None:
+                return found
+        return checkpoint.segment_index(rank)
 
     def _read(self, checkpoint: Checkpoint, targets: RestoreTargets) -> FetchStats:
         for (saved, live), count in sorted(targets.casts.items()):
             event(_log, logging.WARNING, "restore.cast", saved=saved, live=live, tensors=count)
         plan = plan_read(checkpoint.layouts, targets.wants)
         return fetch(
-            checkpoint, plan, placer(targets.tensors), local=LocalTier(self.staging, run_key(self.url))
+            checkpoint, plan, placer(targets.tensors), tiers=node_tiers(self.staging, run_key(self.url))
         )
 
     def _restore_rng(self, checkpoint: Checkpoint, saved: list[dict[str, Any]]) -> None:
