@@ -28,6 +28,7 @@ from ckpt.errors import CorruptError, InvalidInputError, NotFoundError, Unavaila
 from ckpt.format import keys
 from ckpt.format.envelope import Kind, open_envelope, open_message, seal_message
 from ckpt.format.ids import CheckpointId
+from ckpt.format.peer import PeerNode
 from ckpt.storage.durable import fsync_dir, os_error, write_durably
 from ckpt_proto.v1 import disk_pb2, staging_pb2
 
@@ -35,6 +36,15 @@ __all__ = ["COMMITTED_NAME", "RunConfig", "StagingDir", "default_staging_path", 
 
 COMMITTED_NAME = "committed"
 _RUN_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,159}")
+# Whole numbers of run.json, with what a file of an older version means that lacks them.
+_COUNTS = {
+    "keep_local": 2,
+    "keep_last": 0,
+    "keep_every": 0,
+    "replication_factor": 1,
+    "replication_jump": 0,
+    "replication_rate": 0,
+}
 _SOCKET_PATH_MAX = 100  # bytes; sockaddr_un holds 108 with its terminator, gRPC adds a little
 
 
@@ -72,6 +82,10 @@ class RunConfig:
         keep_local: newest committed steps kept in the staging directory.
         keep_last: newest checkpoints kept in the store; 0 keeps all.
         keep_every: also keep steps divisible by this; 0 switches the rule off.
+        peers: every node of the newest start of the run, this one among them, by smallest rank.
+        replication_factor: copies of a sealed segment on NVMe, its own included; 1: no replicas.
+        replication_jump: distance of the copies in nodes; 0 lets the failure domains decide.
+        replication_rate: bytes per second that the server sends to other nodes, in all; 0: no limit.
     """
 
     url: str
@@ -79,6 +93,10 @@ class RunConfig:
     keep_local: int = 2
     keep_last: int = 0
     keep_every: int = 0
+    peers: tuple[PeerNode, ...] = ()
+    replication_factor: int = 1
+    replication_jump: int = 0
+    replication_rate: int = 0
 
     def to_proto(self) -> staging_pb2.RunConfig:
         return staging_pb2.RunConfig(
@@ -87,6 +105,10 @@ class RunConfig:
             keep_local=self.keep_local,
             keep_last=self.keep_last,
             keep_every=self.keep_every,
+            peers=[peer.to_proto() for peer in self.peers],
+            replication_factor=self.replication_factor,
+            replication_jump=self.replication_jump,
+            replication_rate=self.replication_rate,
         )
 
     @classmethod
@@ -98,12 +120,17 @@ class RunConfig:
             keep_local=message.keep_local or 2,
             keep_last=message.keep_last,
             keep_every=message.keep_every,
+            peers=tuple(PeerNode.from_proto(peer) for peer in message.peers),
+            replication_factor=message.replication_factor or 1,
+            replication_jump=message.replication_jump,
+            replication_rate=message.replication_rate,
         )
 
     def to_json(self) -> bytes:
         """Return the bytes of ``run.json``: sorted keys, so equal configurations are equal bytes."""
-        body = {name: getattr(self, name) for name in ("url", "keep_local", "keep_last", "keep_every")}
+        body: dict[str, Any] = {name: getattr(self, name) for name in ("url", *_COUNTS)}
         body["store_options"] = dict(self.store_options)
+        body["peers"] = [peer.to_json() for peer in self.peers]
         return (json.dumps(body, indent=1, sort_keys=True) + "\n").encode()
 
     @classmethod
@@ -114,9 +141,8 @@ class RunConfig:
             return cls(
                 url=str(body["url"]),
                 store_options={str(k): str(v) for k, v in body.get("store_options", {}).items()},
-                keep_local=int(body.get("keep_local", 2)),
-                keep_last=int(body.get("keep_last", 0)),
-                keep_every=int(body.get("keep_every", 0)),
+                peers=tuple(PeerNode.from_json(peer) for peer in body.get("peers", [])),
+                **{name: int(body.get(name, default)) for name, default in _COUNTS.items()},
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptError("run.json cannot be read", code="decode", where=where) from error

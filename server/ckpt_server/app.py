@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,7 @@ from ckpt.clock import Clock, SystemClock
 from ckpt.errors import CkptError, UnavailableError
 from ckpt.events import event, get_logger
 from ckpt.rpc.channel import MAX_MESSAGE_NBYTES
+from ckpt.storage.peerfile import write_peer_file
 from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import catalog_pb2_grpc, restore_pb2_grpc, staging_pb2_grpc
 from ckpt_server.bulk_service import bulk_handlers
@@ -32,7 +34,7 @@ from ckpt_server.staging_service import MAX_WATCHERS, StagingService
 from ckpt_server.steps import StepTable
 from ckpt_server.trainers import living
 
-__all__ = ["App"]
+__all__ = ["App", "advertised"]
 
 _log = get_logger("server.app")
 
@@ -76,6 +78,7 @@ class App:
         self._scans = 0  # only the scanning thread (and start, before it)
         self._servers: list[grpc.Server] = []
         self._server_file: Path | None = None
+        self._peer_file: Path | None = None
 
     def start(self) -> None:
         """Find pending work, bind, serve, and write server.json. Raises CkptError."""
@@ -88,6 +91,9 @@ class App:
             self._servers.append(server)
         self._scanner.start()
         self._health.serving()
+        if self._settings.peer_listen is not None:
+            target = advertised(self._settings, listen[-1])
+            self._peer_file = write_peer_file(self._staging, target=target, domain=self._settings.domain)
         self._server_file = write_server_file(self._staging, version=__version__, listen=listen)
         event(
             _log,
@@ -118,8 +124,9 @@ class App:
             False where a job outlasted the grace; what it did is done again after the next start.
         """
         # First of all: who starts now must wait for the lock and not count on this server.
-        if self._server_file is not None:
-            self._server_file.unlink(missing_ok=True)
+        for known in (self._server_file, self._peer_file):
+            if known is not None:
+                known.unlink(missing_ok=True)
         self._health.stopping()
         self._leave.set()
         self._table.close()
@@ -135,7 +142,7 @@ class App:
     def _make_servers(self) -> list[grpc.Server]:
         """One server for the unix socket and, where asked for, one for TCP that wants the token."""
         chains: list[list[grpc.ServerInterceptor]] = [[ErrorInterceptor(self._activity)]]
-        if self._settings.listen:
+        if self._settings.tcp:
             chains.append([ErrorInterceptor(self._activity)])
             if self._settings.token:
                 chains[-1].append(AuthInterceptor(self._settings.token))
@@ -175,7 +182,7 @@ class App:
             raise UnavailableError("cannot bind the socket", code="bind", path=path) from error
         finally:
             os.umask(before)
-        return [self._bind_tcp(remote, address) for address in self._settings.listen if remote is not None]
+        return [self._bind_tcp(remote, address) for address in self._settings.tcp if remote is not None]
 
     def _bind_tcp(self, server: grpc.Server, address: str) -> str:
         settings = self._settings
@@ -212,3 +219,15 @@ class App:
             return "idle"
         stuck_s = min(idle_s, self._clock.monotonic() - self._pipeline.progressed_at)
         return "stuck" if stuck_s > self._settings.linger_s else None
+
+
+def advertised(settings: Settings, bound: str) -> str:
+    """How other nodes reach the address ``bound`` (host:port), for peer.json.
+
+    A wildcard address is no target: it becomes this host's name.
+    """
+    host, _, port = bound.rpartition(":")
+    wanted, _, wanted_port = (settings.peer_advertise or "").partition(":")
+    if wanted:
+        return f"{wanted}:{wanted_port or port}"
+    return f"{socket.gethostname()}:{port}" if host in ("0.0.0.0", "[::]", "::") else bound  # noqa: S104

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ckpt.errors import RefusedError
 from ckpt.storage.durable import write_durably
+from ckpt.storage.peerfile import PEER_NAME
 from ckpt.storage.staging import StagingDir
 
 __all__ = ["AlreadyRunningError", "has_server_file", "owned", "write_server_file"]
@@ -41,7 +42,8 @@ def owned(staging: StagingDir) -> Iterator[None]:
             ) from None
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-        _server_file(staging).unlink(missing_ok=True)  # of a server that was killed
+        for stale in (_server_file(staging), staging.path / PEER_NAME):  # of a server that was killed
+            stale.unlink(missing_ok=True)
         yield
     finally:
         os.close(fd)

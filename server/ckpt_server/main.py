@@ -14,9 +14,12 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ckpt.clock import SystemClock
 from ckpt.errors import CkptError, InvalidInputError
+from ckpt.rpc.access import PeerAccess
+from ckpt.storage.peerfile import failure_domain
 from ckpt.storage.staging import StagingDir, default_staging_path
 from ckpt_server.app import App
 from ckpt_server.lock import AlreadyRunningError, has_server_file, owned
@@ -117,7 +120,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         listen=tuple(options.listen),
         tls_cert=options.tls_cert,
         tls_key=options.tls_key,
-        token=_read_token(options.token_file),
+        token=_token(options),
         insecure=options.insecure,
         keep_local=options.keep_local,
         upload_concurrency=options.upload_concurrency,
@@ -127,7 +130,22 @@ def _settings(options: argparse.Namespace) -> Settings:
         linger_s=options.linger,
         abandon_grace_s=options.abandon_grace,
         stop_grace_s=options.stop_grace,
+        peer_listen=options.peer_listen or None,
+        peer_advertise=options.peer_advertise or None,
+        domain=options.failure_domain or failure_domain(),
+        peer_access=PeerAccess(token=_token(options), ca=options.peer_ca),
+        peer_lost_s=options.peer_lost,
+        adopt_after_s=options.adopt_after,
+        peer_linger_s=options.peer_linger,
+        replica_quota_nbytes=options.replica_quota_mib * 1024 * 1024,
     )
+
+
+def _token(options: argparse.Namespace) -> str | None:
+    """From the file, or from the environment: an embedded server has its trainer's."""
+    if options.token_file is not None:
+        return _read_token(options.token_file)
+    return os.environ.get("CKPT_SERVER_TOKEN") or None
 
 
 def _read_token(path: Path | None) -> str | None:
@@ -147,10 +165,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--staging", default=str(default_staging_path()), help="staging directory of this node")
     add("--embedded", action="store_true", help="leave when nothing is pending and no client is connected")
     add("--listen", action="append", default=[], metavar="HOST:PORT", help="also serve TCP; repeatable")
-    add("--tls-cert", type=Path, help="PEM certificate of the TCP listeners")
-    add("--tls-key", type=Path, help="its private key")
+    add("--tls-cert", type=Path, default=_path("CKPT_TLS_CERT"), help="PEM certificate of the TCP listeners")
+    add("--tls-key", type=Path, default=_path("CKPT_TLS_KEY"), help="its private key")
     add("--token-file", type=Path, help="file with the token that TCP clients must send")
-    add("--insecure", action="store_true", help="TCP without TLS and token; loopback addresses only")
+    add(
+        "--insecure",
+        action="store_true",
+        default=os.environ.get("CKPT_INSECURE") == "1",
+        help="TCP without TLS and token; loopback addresses only",
+    )
     add("--keep-local", type=int, default=2, metavar="K", help="newest committed steps kept on NVMe")
     add("--upload-concurrency", type=int, default=4, metavar="N", help="segments at once, parts in flight")
     add("--part-mib", type=int, default=16, help="wanted part size of an upload, MiB")
@@ -180,8 +203,65 @@ def _parser() -> argparse.ArgumentParser:
         help="age at which overtaken steps are given up",
     )
     add("--stop-grace", type=float, default=20.0, metavar="S", help="wait so long for the object on its way")
+    _add_peer_options(parser)
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     return parser
+
+
+def _add_peer_options(parser: argparse.ArgumentParser) -> None:
+    """See docs/replication.md. Defaults come from the environment, which is all an embedded server has."""
+
+    def add(name: str, variable: str, default: str, **more: Any) -> None:
+        parser.add_argument(name, default=os.environ.get(variable, default), **more)
+
+    add(
+        "--peer-listen", "CKPT_PEER_LISTEN", "", metavar="HOST:PORT", help="serve other nodes on this address"
+    )
+    add(
+        "--peer-advertise",
+        "CKPT_PEER_ADVERTISE",
+        "",
+        metavar="HOST[:PORT]",
+        help="how other nodes reach it, where that differs",
+    )
+    add(
+        "--failure-domain",
+        "CKPT_FAILURE_DOMAIN",
+        "",
+        metavar="LABEL",
+        help="what is lost together with this node",
+    )
+    parser.add_argument(
+        "--peer-ca", type=Path, default=_path("CKPT_SERVER_CA"), help="PEM authority of the others"
+    )
+    seconds: dict[str, Any] = {"type": float, "metavar": "S"}
+    add(
+        "--peer-lost",
+        "CKPT_PEER_LOST",
+        "60",
+        **seconds,
+        help="copies of a node silent for so long go elsewhere",
+    )
+    add(
+        "--adopt-after",
+        "CKPT_ADOPT_AFTER",
+        "300",
+        **seconds,
+        help="replicas of a node silent for so long are committed",
+    )
+    add("--peer-linger", "CKPT_PEER_LINGER", "900", **seconds, help="embedded: stay so long for other nodes")
+    add(
+        "--replica-quota-mib",
+        "CKPT_REPLICA_QUOTA_MIB",
+        "0",
+        type=int,
+        help="most MiB of others' replicas; 0: no limit",
+    )
+
+
+def _path(variable: str) -> Path | None:
+    found = os.environ.get(variable)
+    return Path(found) if found else None
 
 
 if __name__ == "__main__":

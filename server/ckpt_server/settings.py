@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpt.errors import InvalidInputError
+from ckpt.rpc.access import PeerAccess
 from ckpt.rpc.channel import is_loopback
 
 __all__ = ["Settings"]
@@ -32,6 +33,16 @@ class Settings:
         linger_s: embedded: leave after so long without clients and without any progress of pending work.
         abandon_grace_s: age at which a step that others overtook is given up.
         stop_grace_s: how long a stopping server waits for the object that is being uploaded.
+        peer_listen: ``host:port`` that other nodes' servers and trainers reach, served like ``listen`` and
+            made known in peer.json; None: no peers.
+        peer_advertise: what is made known instead, where others see another name or port.
+        domain: failure domain of this node.
+        peer_access: how this server gets in at others.
+        peer_lost_s: a peer that does not answer for so long counts as lost: its copies go to another node.
+        adopt_after_s: an owner that does not answer for so long counts as gone: its replicas are committed.
+        peer_linger_s: embedded, with replicas here or elsewhere: stay so long after the last call, unless the
+            run was ended in order.
+        replica_quota_nbytes: most bytes of other nodes' replicas kept here; 0: as the disk has room.
     """
 
     staging: Path
@@ -49,19 +60,34 @@ class Settings:
     linger_s: float = 3600.0
     abandon_grace_s: float = 600.0
     stop_grace_s: float = 20.0
+    peer_listen: str | None = None
+    peer_advertise: str | None = None
+    domain: str = ""
+    peer_access: PeerAccess = field(default_factory=PeerAccess)
+    peer_lost_s: float = 60.0
+    adopt_after_s: float = 300.0
+    peer_linger_s: float = 900.0
+    replica_quota_nbytes: int = 0
 
     def __post_init__(self) -> None:
         if self.upload_concurrency < 1 or self.part_nbytes < 1:
             raise InvalidInputError("--upload-concurrency and --part-mib must be at least 1")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise InvalidInputError("--tls-cert and --tls-key go together")
-        for address in self.listen:
+        for address in self.tcp:
             self._check_address(address)
+        if self.peer_advertise is not None and self.peer_listen is None:
+            raise InvalidInputError("--peer-advertise needs --peer-listen")
+
+    @property
+    def tcp(self) -> tuple[str, ...]:
+        """Every TCP address; that for peers comes last."""
+        return (*self.listen, self.peer_listen) if self.peer_listen else self.listen
 
     def _check_address(self, address: str) -> None:
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
-            raise InvalidInputError("--listen takes HOST:PORT", address=address)
+            raise InvalidInputError("--listen and --peer-listen take HOST:PORT", address=address)
         if self.insecure:
             if not is_loopback(host):
                 raise InvalidInputError(

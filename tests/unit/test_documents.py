@@ -41,7 +41,7 @@ def test_operations_have_the_defaults_of_the_server() -> None:
     rows = dict(re.findall(r"^\| `(--[a-z-]+) [A-Z]`[^|]*\| (\S+) \|", operations(), re.MULTILINE))
     assert len(rows) >= 6
     for option, shown in rows.items():
-        assert float(shown) == parser.get_default(option.removeprefix("--").replace("-", "_")), option
+        assert float(shown) == float(parser.get_default(option.removeprefix("--").replace("-", "_"))), option
 
 
 def test_operations_name_every_environment_variable() -> None:

@@ -13,6 +13,7 @@ import pytest
 from ckpt.digest import digest
 from ckpt.errors import CorruptError, InvalidInputError, NotFoundError, UnavailableError
 from ckpt.format.ids import CheckpointId
+from ckpt.format.peer import PeerNode
 from ckpt.storage.staging import RunConfig, StagingDir, default_staging_path, os_errors
 from ckpt_proto.v1 import disk_pb2
 
@@ -69,8 +70,20 @@ def test_socket_is_in_the_directory_unless_its_path_is_too_long(tmp_path: Path) 
 
 
 def test_run_config_survives_and_an_unchanged_one_is_not_written_again(staging: StagingDir) -> None:
+    peers = (
+        PeerNode(node_id="0a", target="h:1", domain="rack-1", host="h", ranks=(0, 1)),
+        PeerNode(node_id="0b", target=None, domain="rack-2", host="i"),
+    )
     config = RunConfig(
-        url="s3://b/run", store_options={"region": "x"}, keep_local=5, keep_last=3, keep_every=100
+        url="s3://b/run",
+        store_options={"region": "x"},
+        keep_local=5,
+        keep_last=3,
+        keep_every=100,
+        peers=peers,
+        replication_factor=2,
+        replication_jump=1,
+        replication_rate=10**9,
     )
     staging.write_run_config(KEY, config)
     path = staging.run_dir(KEY) / "run.json"

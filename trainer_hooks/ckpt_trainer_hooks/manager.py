@@ -28,7 +28,14 @@ from ckpt_trainer_hooks.flusher_process import python_path
 from ckpt_trainer_hooks.handle import SaveHandle
 from ckpt_trainer_hooks.layout import LayoutBuilder
 from ckpt_trainer_hooks.lineage import Lineage
-from ckpt_trainer_hooks.options import audit_interval, check_choice, merged_items, run_config
+from ckpt_trainer_hooks.nodes import check_peer_listen
+from ckpt_trainer_hooks.options import (
+    audit_interval,
+    check_choice,
+    merged_items,
+    run_config,
+    with_replication,
+)
 from ckpt_trainer_hooks.pipeline import SavePipeline
 from ckpt_trainer_hooks.policy import EveryNSteps, SaveDecisionPolicy
 from ckpt_trainer_hooks.redistribute import Redistribute, check_hooks
@@ -80,6 +87,11 @@ class CheckpointManager:
         keep_last: newest checkpoints kept in the store; None keeps all.
         keep_every: also keep steps divisible by this.
         keep_local: newest committed steps kept on NVMe for fast restarts.
+        replication_factor: copies of every sealed segment on NVMe, the node's own included; 2 keeps one on
+            another node, in another failure domain where there is one. 1 (default): none. Needs servers that
+            listen for one another; see docs/replication.md.
+        replication_jump: distance of the copies in nodes; default: as the failure domains demand.
+        replication_rate: bytes per second that a node's server sends to others, in all; None: no limit.
         mode: "overlapped" copies parameters and optimizer state while the next forward and backward
             run; "blocking" copies all before it returns; "auto" is overlapped where there is an optimizer.
         on_busy: what a save does while the one before is still being written to NVMe: "wait", "skip",
@@ -124,6 +136,9 @@ class CheckpointManager:
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_local: int = 2,
+        replication_factor: int = 1,
+        replication_jump: int | None = None,
+        replication_rate: float | None = None,
         mode: Literal["auto", "overlapped", "blocking"] = "auto",
         on_busy: Literal["wait", "skip", "fail"] = "wait",
         on_error: Literal["raise", "warn"] = "raise",
@@ -138,7 +153,12 @@ class CheckpointManager:
         check_choice("mode", mode, ("auto", "overlapped", "blocking"))
         check_choice("on_busy", on_busy, ("wait", "skip", "fail"))
         check_choice("on_error", on_error, ("raise", "warn"))
-        self._config = run_config(os.fspath(url), store_options, keep_last, keep_every, keep_local)
+        self._config = with_replication(
+            run_config(os.fspath(url), store_options, keep_last, keep_every, keep_local),
+            replication_factor,
+            replication_jump,
+            replication_rate,
+        )
         self.run = split_run_url(self._config.url)[1]
         self._agreement = Agreement(timeout_s)
         rank = self._agreement.rank
@@ -170,6 +190,8 @@ class CheckpointManager:
         self._pending_wait_s, self._timeout_s = pending_wait_s, timeout_s
         self._staging = StagingDir(staging_dir or default_staging_path()).ensure()
         self._server = server or os.environ.get("CKPT_SERVER")
+        if replication_factor > 1 and self._server is None:
+            check_peer_listen(os.environ)
         self._session: Session | None = None
         self._closed = False
         self._owner = os.getpid()
@@ -478,12 +500,15 @@ class CheckpointManager:
                 self._staging,
                 self._state.names_digest(),
                 self._state.per_rank,
+                start_server=self._start_server,
             )
             self._state.builder.replicate_over(self._session.peers)
-            if self._session.hosts_server and self._server is None:
-                start_embedded_server(
-                    self._staging, trainer_pid=os.getpid(), environment={**os.environ, **python_path()}
-                )
+
+    def _start_server(self) -> None:
+        if self._server is None:
+            start_embedded_server(
+                self._staging, trainer_pid=os.getpid(), environment={**os.environ, **python_path()}
+            )
 
     def _wait_for_pending_saves(self, timeout_s: float | None = None) -> None:
         wait_for_saves(self._pipeline.pending, self._config, self._staging, timeout_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -11,7 +12,14 @@ from ckpt.format.ids import split_run_url
 from ckpt.storage.staging import RunConfig
 from ckpt.urls import absolute_url
 
-__all__ = ["audit_interval", "check_choice", "checked_options", "merged_items", "run_config"]
+__all__ = [
+    "audit_interval",
+    "check_choice",
+    "checked_options",
+    "merged_items",
+    "run_config",
+    "with_replication",
+]
 
 _SECRET_WORDS = ("secret", "password", "token", "credential", "account_key", "sas_key", "sas_token")
 
@@ -82,4 +90,26 @@ def run_config(
         keep_local=keep_local,
         keep_last=keep_last or 0,
         keep_every=keep_every or 0,
+    )
+
+
+def with_replication(config: RunConfig, factor: int, jump: int | None, rate: float | None) -> RunConfig:
+    """Return ``config`` with replication as the user wants it.
+
+    Raises:
+        InvalidInputError: a value is out of its range, or given without replication.
+    """
+    for name, value, least in (
+        ("replication_factor", factor, 1),
+        ("replication_jump", jump, 1),
+        ("replication_rate", rate, 1),
+    ):
+        if value is not None and value < least:
+            raise InvalidInputError("replication options must be at least 1", option=name, value=value)
+    if factor == 1 and (jump is not None or rate is not None):
+        raise InvalidInputError(
+            "replication_jump and replication_rate need a replication_factor of 2 or more"
+        )
+    return replace(
+        config, replication_factor=factor, replication_jump=jump or 0, replication_rate=int(rate or 0)
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt.clock import SystemClock
@@ -13,11 +13,13 @@ from ckpt.errors import InvalidInputError
 from ckpt.events import event, get_logger
 from ckpt.format.ids import CheckpointId
 from ckpt.format.keys import run_key
+from ckpt.format.peer import PeerNode
 from ckpt.ops.attempts import claim_attempt
 from ckpt.storage.open import open_store
 from ckpt.storage.staging import RunConfig, StagingDir
 from ckpt_proto.v1 import common_pb2
 from ckpt_trainer_hooks.agree import Agreement
+from ckpt_trainer_hooks.nodes import own_node
 
 __all__ = ["Session", "agree_on_session", "claim"]
 
@@ -32,11 +34,13 @@ class Session:
         group: this rank's node group.
         peers: the ranks with tensors of the same names as this rank's; plain tensors are replicas on these.
         hosts_server: this rank starts the embedded server of its node.
+        nodes: every node of the job, this one among them, by smallest rank (the order of the groups).
     """
 
     group: common_pb2.NodeGroup
     peers: tuple[int, ...]
     hosts_server: bool
+    nodes: tuple[PeerNode, ...]
 
 
 def agree_on_session(
@@ -45,8 +49,11 @@ def agree_on_session(
     staging: StagingDir,
     names_digest: str,
     per_rank: Collection[str] = (),
+    *,
+    start_server: Callable[[], None],
 ) -> Session:
-    """Compare what the ranks were given, group them by node and make the run known to the node's server.
+    """Compare what the ranks were given, group them by node, have each node's server started, and tell it of
+    the run and its nodes.
 
     Args:
         agreement: between the ranks.
@@ -54,6 +61,7 @@ def agree_on_session(
         staging: of this node.
         names_digest: of the names of this rank's tensors. Ranks of one pipeline stage have the same.
         per_rank: names of the items that this rank has its own state of; a warning where ranks differ.
+        start_server: called on one rank of each node; starts its server where that is needed.
 
     Raises:
         InvalidInputError: ranks were given different URLs; on every rank, with both values.
@@ -90,10 +98,16 @@ def agree_on_session(
         )
     group = _group_of([other["node"] for other in told], agreement.rank)
     hosts_server = group.ranks[0] == agreement.rank
+    mine = None
+    with agreement.together("server"):
+        if hosts_server:
+            start_server()
+            mine = own_node(staging, group.ranks, wanted=config.replication_factor > 1).to_json()
+    nodes = tuple(PeerNode.from_json(node) for node in agreement.gather("nodes", mine) if node is not None)
     if hosts_server:
-        staging.write_run_config(run_key(config.url), config)
+        staging.write_run_config(run_key(config.url), replace(config, peers=nodes))
     peers = tuple(rank for rank, other in enumerate(told) if other["names"] == names_digest)
-    return Session(group=group, peers=peers, hosts_server=hosts_server)
+    return Session(group=group, peers=peers, hosts_server=hosts_server, nodes=nodes)
 
 
 def claim(agreement: Agreement, url: str, options: Mapping[str, str], parent: CheckpointId | None) -> int:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x63kpt_proto/v1/common.proto\x12\x07\x63kpt.v1\"-\n\x0c\x43heckpointId\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"8\n\tNodeGroup\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\r\n\x05ranks\x18\x03 \x03(\r\"R\n\x04Mesh\x12\r\n\x05shape\x18\x01 \x03(\r\x12\r\n\x05names\x18\x02 \x03(\t\x12\x0c\n\x04\x62\x61se\x18\x03 \x01(\r\x12\x0f\n\x07strides\x18\x04 \x03(\x12\x12\r\n\x05ranks\x18\x05 \x03(\r\"\xaf\x01\n\tPlacement\x12%\n\x04kind\x18\x01 \x01(\x0e\x32\x17.ckpt.v1.Placement.Kind\x12\x0b\n\x03\x64im\x18\x02 \x01(\r\x12\x14\n\x0csplit_factor\x18\x03 \x01(\r\"X\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x12\n\x0eKIND_REPLICATE\x10\x01\x12\x0e\n\nKIND_SHARD\x10\x02\x12\x16\n\x12KIND_STRIDED_SHARD\x10\x03\"w\n\x0cTensorLayout\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x14\n\x0cglobal_shape\x18\x03 \x03(\x04\x12\x0c\n\x04mesh\x18\x04 \x01(\r\x12&\n\nplacements\x18\x05 \x03(\x0b\x32\x12.ckpt.v1.Placement\"R\n\tLayoutSet\x12\x1d\n\x06meshes\x18\x01 \x03(\x0b\x32\r.ckpt.v1.Mesh\x12&\n\x07tensors\x18\x02 \x03(\x0b\x32\x15.ckpt.v1.TensorLayout\"\xfd\x05\n\x05Value\x12)\n\x07nothing\x18\x01 \x01(\x0b\x32\x16.ckpt.v1.Value.NothingH\x00\x12\x11\n\x07\x62oolean\x18\x02 \x01(\x08H\x00\x12\x11\n\x07integer\x18\x03 \x01(\x12H\x00\x12\x15\n\x0b\x62ig_integer\x18\x04 \x01(\x0cH\x00\x12\x13\n\treal_bits\x18\x05 \x01(\x06H\x00\x12\x0e\n\x04text\x18\x06 \x01(\tH\x00\x12\x0e\n\x04\x64\x61ta\x18\x07 \x01(\x0cH\x00\x12\'\n\x04list\x18\x08 \x01(\x0b\x32\x17.ckpt.v1.Value.SequenceH\x00\x12(\n\x05tuple\x18\t \x01(\x0b\x32\x17.ckpt.v1.Value.SequenceH\x00\x12)\n\x07mapping\x18\n \x01(\x0b\x32\x16.ckpt.v1.Value.MappingH\x00\x12\x10\n\x06tensor\x18\x0b \x01(\tH\x00\x12%\n\x05\x61rray\x18\x0c \x01(\x0b\x32\x14.ckpt.v1.Value.ArrayH\x00\x12/\n\nregistered\x18\r \x01(\x0b\x32\x19.ckpt.v1.Value.RegisteredH\x00\x1a\t\n\x07Nothing\x1a;\n\x08Sequence\x12\x1d\n\x05items\x18\x01 \x03(\x0b\x32\x0e.ckpt.v1.Value\x12\x10\n\x08integers\x18\x02 \x03(\x12\x1a\x9b\x01\n\x07Mapping\x12\x1c\n\x04keys\x18\x01 \x03(\x0b\x32\x0e.ckpt.v1.Value\x12\x1e\n\x06values\x18\x02 \x03(\x0b\x32\x0e.ckpt.v1.Value\x12)\n\x04type\x18\x03 \x01(\x0e\x32\x1b.ckpt.v1.Value.Mapping.Type\"\'\n\x04Type\x12\r\n\tTYPE_DICT\x10\x00\x12\x10\n\x0cTYPE_COUNTER\x10\x01\x1a\x46\n\x05\x41rray\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x11\n\tis_scalar\x18\x04 \x01(\x08\x1a\x39\n\nRegistered\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1d\n\x05value\x18\x02 \x01(\x0b\x32\x0e.ckpt.v1.ValueB\x06\n\x04kind\"\x9a\x01\n\tErrorInfo\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x30\n\x07\x63ontext\x18\x04 \x03(\x0b\x32\x1f.ckpt.v1.ErrorInfo.ContextEntry\x1a.\n\x0c\x43ontextEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x63kpt_proto/v1/common.proto\x12\x07\x63kpt.v1\"-\n\x0c\x43heckpointId\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"8\n\tNodeGroup\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\r\n\x05ranks\x18\x03 \x03(\r\"X\n\x08PeerNode\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0e\n\x06target\x18\x02 \x01(\t\x12\x0e\n\x06\x64omain\x18\x03 \x01(\t\x12\x0c\n\x04host\x18\x04 \x01(\t\x12\r\n\x05ranks\x18\x05 \x03(\r\"R\n\x04Mesh\x12\r\n\x05shape\x18\x01 \x03(\r\x12\r\n\x05names\x18\x02 \x03(\t\x12\x0c\n\x04\x62\x61se\x18\x03 \x01(\r\x12\x0f\n\x07strides\x18\x04 \x03(\x12\x12\r\n\x05ranks\x18\x05 \x03(\r\"\xaf\x01\n\tPlacement\x12%\n\x04kind\x18\x01 \x01(\x0e\x32\x17.ckpt.v1.Placement.Kind\x12\x0b\n\x03\x64im\x18\x02 \x01(\r\x12\x14\n\x0csplit_factor\x18\x03 \x01(\r\"X\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x12\n\x0eKIND_REPLICATE\x10\x01\x12\x0e\n\nKIND_SHARD\x10\x02\x12\x16\n\x12KIND_STRIDED_SHARD\x10\x03\"w\n\x0cTensorLayout\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x14\n\x0cglobal_shape\x18\x03 \x03(\x04\x12\x0c\n\x04mesh\x18\x04 \x01(\r\x12&\n\nplacements\x18\x05 \x03(\x0b\x32\x12.ckpt.v1.Placement\"R\n\tLayoutSet\x12\x1d\n\x06meshes\x18\x01 \x03(\x0b\x32\r.ckpt.v1.Mesh\x12&\n\x07tensors\x18\x02 \x03(\x0b\x32\x15.ckpt.v1.TensorLayout\"\xfd\x05\n\x05Value\x12)\n\x07nothing\x18\x01 \x01(\x0b\x32\x16.ckpt.v1.Value.NothingH\x00\x12\x11\n\x07\x62oolean\x18\x02 \x01(\x08H\x00\x12\x11\n\x07integer\x18\x03 \x01(\x12H\x00\x12\x15\n\x0b\x62ig_integer\x18\x04 \x01(\x0cH\x00\x12\x13\n\treal_bits\x18\x05 \x01(\x06H\x00\x12\x0e\n\x04text\x18\x06 \x01(\tH\x00\x12\x0e\n\x04\x64\x61ta\x18\x07 \x01(\x0cH\x00\x12\'\n\x04list\x18\x08 \x01(\x0b\x32\x17.ckpt.v1.Value.SequenceH\x00\x12(\n\x05tuple\x18\t \x01(\x0b\x32\x17.ckpt.v1.Value.SequenceH\x00\x12)\n\x07mapping\x18\n \x01(\x0b\x32\x16.ckpt.v1.Value.MappingH\x00\x12\x10\n\x06tensor\x18\x0b \x01(\tH\x00\x12%\n\x05\x61rray\x18\x0c \x01(\x0b\x32\x14.ckpt.v1.Value.ArrayH\x00\x12/\n\nregistered\x18\r \x01(\x0b\x32\x19.ckpt.v1.Value.RegisteredH\x00\x1a\t\n\x07Nothing\x1a;\n\x08Sequence\x12\x1d\n\x05items\x18\x01 \x03(\x0b\x32\x0e.ckpt.v1.Value\x12\x10\n\x08integers\x18\x02 \x03(\x12\x1a\x9b\x01\n\x07Mapping\x12\x1c\n\x04keys\x18\x01 \x03(\x0b\x32\x0e.ckpt.v1.Value\x12\x1e\n\x06values\x18\x02 \x03(\x0b\x32\x0e.ckpt.v1.Value\x12)\n\x04type\x18\x03 \x01(\x0e\x32\x1b.ckpt.v1.Value.Mapping.Type\"\'\n\x04Type\x12\r\n\tTYPE_DICT\x10\x00\x12\x10\n\x0cTYPE_COUNTER\x10\x01\x1a\x46\n\x05\x41rray\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x11\n\tis_scalar\x18\x04 \x01(\x08\x1a\x39\n\nRegistered\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1d\n\x05value\x18\x02 \x01(\x0b\x32\x0e.ckpt.v1.ValueB\x06\n\x04kind\"\x9a\x01\n\tErrorInfo\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x30\n\x07\x63ontext\x18\x04 \x03(\x0b\x32\x1f.ckpt.v1.ErrorInfo.ContextEntry\x1a.\n\x0c\x43ontextEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,32 +37,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHECKPOINTID']._serialized_end=84
   _globals['_NODEGROUP']._serialized_start=86
   _globals['_NODEGROUP']._serialized_end=142
-  _globals['_MESH']._serialized_start=144
-  _globals['_MESH']._serialized_end=226
-  _globals['_PLACEMENT']._serialized_start=229
-  _globals['_PLACEMENT']._serialized_end=404
-  _globals['_PLACEMENT_KIND']._serialized_start=316
-  _globals['_PLACEMENT_KIND']._serialized_end=404
-  _globals['_TENSORLAYOUT']._serialized_start=406
-  _globals['_TENSORLAYOUT']._serialized_end=525
-  _globals['_LAYOUTSET']._serialized_start=527
-  _globals['_LAYOUTSET']._serialized_end=609
-  _globals['_VALUE']._serialized_start=612
-  _globals['_VALUE']._serialized_end=1377
-  _globals['_VALUE_NOTHING']._serialized_start=1010
-  _globals['_VALUE_NOTHING']._serialized_end=1019
-  _globals['_VALUE_SEQUENCE']._serialized_start=1021
-  _globals['_VALUE_SEQUENCE']._serialized_end=1080
-  _globals['_VALUE_MAPPING']._serialized_start=1083
-  _globals['_VALUE_MAPPING']._serialized_end=1238
-  _globals['_VALUE_MAPPING_TYPE']._serialized_start=1199
-  _globals['_VALUE_MAPPING_TYPE']._serialized_end=1238
-  _globals['_VALUE_ARRAY']._serialized_start=1240
-  _globals['_VALUE_ARRAY']._serialized_end=1310
-  _globals['_VALUE_REGISTERED']._serialized_start=1312
-  _globals['_VALUE_REGISTERED']._serialized_end=1369
-  _globals['_ERRORINFO']._serialized_start=1380
-  _globals['_ERRORINFO']._serialized_end=1534
-  _globals['_ERRORINFO_CONTEXTENTRY']._serialized_start=1488
-  _globals['_ERRORINFO_CONTEXTENTRY']._serialized_end=1534
+  _globals['_PEERNODE']._serialized_start=144
+  _globals['_PEERNODE']._serialized_end=232
+  _globals['_MESH']._serialized_start=234
+  _globals['_MESH']._serialized_end=316
+  _globals['_PLACEMENT']._serialized_start=319
+  _globals['_PLACEMENT']._serialized_end=494
+  _globals['_PLACEMENT_KIND']._serialized_start=406
+  _globals['_PLACEMENT_KIND']._serialized_end=494
+  _globals['_TENSORLAYOUT']._serialized_start=496
+  _globals['_TENSORLAYOUT']._serialized_end=615
+  _globals['_LAYOUTSET']._serialized_start=617
+  _globals['_LAYOUTSET']._serialized_end=699
+  _globals['_VALUE']._serialized_start=702
+  _globals['_VALUE']._serialized_end=1467
+  _globals['_VALUE_NOTHING']._serialized_start=1100
+  _globals['_VALUE_NOTHING']._serialized_end=1109
+  _globals['_VALUE_SEQUENCE']._serialized_start=1111
+  _globals['_VALUE_SEQUENCE']._serialized_end=1170
+  _globals['_VALUE_MAPPING']._serialized_start=1173
+  _globals['_VALUE_MAPPING']._serialized_end=1328
+  _globals['_VALUE_MAPPING_TYPE']._serialized_start=1289
+  _globals['_VALUE_MAPPING_TYPE']._serialized_end=1328
+  _globals['_VALUE_ARRAY']._serialized_start=1330
+  _globals['_VALUE_ARRAY']._serialized_end=1400
+  _globals['_VALUE_REGISTERED']._serialized_start=1402
+  _globals['_VALUE_REGISTERED']._serialized_end=1459
+  _globals['_ERRORINFO']._serialized_start=1470
+  _globals['_ERRORINFO']._serialized_end=1624
+  _globals['_ERRORINFO_CONTEXTENTRY']._serialized_start=1578
+  _globals['_ERRORINFO_CONTEXTENTRY']._serialized_end=1624
 # @@protoc_insertion_point(module_scope)

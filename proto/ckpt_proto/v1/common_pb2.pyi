@@ -24,6 +24,20 @@ class NodeGroup(_message.Message):
     ranks: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, index: _Optional[int] = ..., count: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class PeerNode(_message.Message):
+    __slots__ = ("node_id", "target", "domain", "host", "ranks")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    DOMAIN_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    target: str
+    domain: str
+    host: str
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, node_id: _Optional[str] = ..., target: _Optional[str] = ..., domain: _Optional[str] = ..., host: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class Mesh(_message.Message):
     __slots__ = ("shape", "names", "base", "strides", "ranks")
     SHAPE_FIELD_NUMBER: _ClassVar[int]

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RunConfig(_message.Message):
-    __slots__ = ("url", "store_options", "keep_local", "keep_last", "keep_every")
+    __slots__ = ("url", "store_options", "keep_local", "keep_last", "keep_every", "peers", "replication_factor", "replication_jump", "replication_rate")
     class StoreOptionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -21,12 +21,20 @@ class RunConfig(_message.Message):
     KEEP_LOCAL_FIELD_NUMBER: _ClassVar[int]
     KEEP_LAST_FIELD_NUMBER: _ClassVar[int]
     KEEP_EVERY_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    REPLICATION_FACTOR_FIELD_NUMBER: _ClassVar[int]
+    REPLICATION_JUMP_FIELD_NUMBER: _ClassVar[int]
+    REPLICATION_RATE_FIELD_NUMBER: _ClassVar[int]
     url: str
     store_options: _containers.ScalarMap[str, str]
     keep_local: int
     keep_last: int
     keep_every: int
-    def __init__(self, url: _Optional[str] = ..., store_options: _Optional[_Mapping[str, str]] = ..., keep_local: _Optional[int] = ..., keep_last: _Optional[int] = ..., keep_every: _Optional[int] = ...) -> None: ...
+    peers: _containers.RepeatedCompositeFieldContainer[_common_pb2.PeerNode]
+    replication_factor: int
+    replication_jump: int
+    replication_rate: int
+    def __init__(self, url: _Optional[str] = ..., store_options: _Optional[_Mapping[str, str]] = ..., keep_local: _Optional[int] = ..., keep_last: _Optional[int] = ..., keep_every: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[_common_pb2.PeerNode, _Mapping]]] = ..., replication_factor: _Optional[int] = ..., replication_jump: _Optional[int] = ..., replication_rate: _Optional[int] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("config", "staging_path", "staging_token")
