@@ -15,15 +15,17 @@ Each function returns the violations it found, as errors not raised, so that a r
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from ckpt.digest import DIGEST_NBYTES
 from ckpt.errors import CkptError, CorruptError
 from ckpt.format.ids import CheckpointId
-from ckpt.format.keys import segment_key
+from ckpt.format.keys import segment_keys
 from ckpt.format.layout import LayoutSet, Mesh, TensorLayout, merge_layout_sets
 from ckpt.format.manifest import GroupIndex, groups_digest
+from ckpt.format.summaries import Summaries
 from ckpt_proto.v1 import disk_pb2
 
 __all__ = [
@@ -49,35 +51,37 @@ def raise_first(problems: Sequence[CkptError]) -> None:
     raise first
 
 
-def check_groups(ident: CheckpointId, groups: Sequence[GroupIndex]) -> list[CkptError]:
-    """Check G1, G2 and G3. ``groups``: all of them, in order."""
+def check_groups(ident: CheckpointId, summaries: Summaries) -> list[CkptError]:
+    """Check G1, G2 and G3. ``summaries``: of all groups, in order."""
+    groups = summaries.groups
     if not groups:
         return [CorruptError("checkpoint has no group index", code="groups", checkpoint=ident)]
-    problems: list[CkptError] = []
     first = groups[0].header
+    expected = {**_identity(first), "id": (ident.step, ident.attempt)}
+    problems: list[CkptError] = []
     for group in groups:
-        problems += _check_identity(ident, group, first)
-        problems += _check_segments(ident, group)
-    problems += _check_ranks(ident, groups, first.world_size)
+        problems += _identity_problems(group, _identity(group.header), expected)
+    problems += _check_segments(ident, summaries)
+    problems += _check_ranks(ident, summaries, first.world_size)
     return problems
 
 
-def _check_identity(ident: CheckpointId, group: GroupIndex, first: disk_pb2.GroupHeader) -> list[CkptError]:
-    header = group.header
-    expected = {
-        "id": (ident.step, ident.attempt),
-        "run": first.run,
-        "world_size": first.world_size,
-        "parent": _parent(first),
-        "group_count": first.group.count,
-    }
-    found = {
+def _identity(header: disk_pb2.GroupHeader) -> dict[str, object]:
+    parent = (header.parent.step, header.parent.attempt) if header.HasField("parent") else None
+    return {
         "id": (header.id.step, header.id.attempt),
         "run": header.run,
         "world_size": header.world_size,
-        "parent": _parent(header),
+        "parent": parent,
         "group_count": header.group.count,
     }
+
+
+def _identity_problems(
+    group: GroupIndex, found: Mapping[str, object], expected: Mapping[str, object]
+) -> list[CkptError]:
+    if found == expected:
+        return []
     return [
         CorruptError(
             "G1: group index belongs to something else",
@@ -92,69 +96,87 @@ def _check_identity(ident: CheckpointId, group: GroupIndex, first: disk_pb2.Grou
     ]
 
 
-def _parent(header: disk_pb2.GroupHeader) -> tuple[int, int] | None:
-    return (header.parent.step, header.parent.attempt) if header.HasField("parent") else None
-
-
-def _check_ranks(ident: CheckpointId, groups: Sequence[GroupIndex], world_size: int) -> list[CkptError]:
+def _check_ranks(ident: CheckpointId, summaries: Summaries, world_size: int) -> list[CkptError]:
     problems: list[CkptError] = []
+    groups = summaries.groups
+    named = [list(group.header.group.ranks) for group in groups]
     numbers = [group.header.group.index for group in groups]
-    smallest = [min(group.header.group.ranks, default=-1) for group in groups]
+    smallest = [min(ranks, default=-1) for ranks in named]
     if numbers != list(range(groups[0].header.group.count)) or smallest != sorted(smallest):
         problems.append(
             CorruptError(
                 "G2: groups are not numbered by their smallest rank", code="groups", checkpoint=ident
             )
         )
-    owners: dict[int, int] = defaultdict(int)
-    for group in groups:
-        for segment in group.header.segments:
-            owners[segment.rank] += 1
-        if [segment.rank for segment in group.header.segments] != list(group.header.group.ranks):
-            problems.append(
-                CorruptError("G2: group index lacks segments of its ranks", code="ranks", key=group.key)
-            )
-    missing = [rank for rank in range(world_size) if rank not in owners]
-    extra = [rank for rank, count in owners.items() if count > 1 or rank >= world_size]
-    if missing or extra:
+    listed = np.split(summaries.ranks, np.cumsum(summaries.counts)[:-1])
+    if (
+        summaries.ranks.tolist() != [rank for ranks in named for rank in ranks]
+        or [len(ranks) for ranks in named] != summaries.counts.tolist()
+    ):
+        problems += [
+            CorruptError("G2: group index lacks segments of its ranks", code="ranks", key=group.key)
+            for group, have, ranks in zip(groups, listed, named, strict=True)
+            if have.tolist() != ranks
+        ]
+    owners, count = np.unique(summaries.ranks, return_counts=True)
+    extra = owners[(count > 1) | (owners >= world_size)]
+    known = owners[owners < world_size]
+    missing = world_size - len(known)
+    if missing or len(extra):
+        # The first ranks that are missing lie below the number of those that are there, plus as many.
+        shown = np.setdiff1d(np.arange(min(world_size, len(known) + _SHOWN)), known)[:_SHOWN]
         problems.append(
             CorruptError(
                 "G2: not every rank has exactly one segment",
                 code="ranks",
                 checkpoint=ident,
-                missing=missing[:_SHOWN],
-                extra=sorted(extra)[:_SHOWN],
-                total=len(missing) + len(extra),
+                missing=shown.tolist(),
+                extra=extra[:_SHOWN].tolist(),
+                total=missing + len(extra),
             )
         )
     return problems
 
 
-def _check_segments(ident: CheckpointId, group: GroupIndex) -> list[CkptError]:
-    problems: list[CkptError] = []
-    end = 0
-    for segment in group.header.segments:
-        sound = (
-            segment.object_key == segment_key(ident, segment.rank)
-            and len(segment.layout_digest) == len(segment.index_digest) == DIGEST_NBYTES
-            and segment.index_offset == end
+def _check_segments(ident: CheckpointId, summaries: Summaries) -> list[CkptError]:
+    """Check G3: one comparison per property over all segments; only what is wrong is looked at singly."""
+    segments = summaries.segments
+    offsets = np.array([segment.index_offset for segment in segments], dtype=np.uint64)
+    sizes = np.array([segment.index_nbytes for segment in segments], dtype=np.uint64)
+    ends = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(sizes, dtype=np.uint64)])
+    begins = np.cumsum(summaries.counts) - summaries.counts
+    expected = ends[:-1] - np.repeat(ends[begins], summaries.counts)
+    wrong = set(np.flatnonzero(offsets != expected).tolist())
+    wrong |= _unlike(
+        [segment.object_key for segment in segments], segment_keys(ident, summaries.ranks.tolist())
+    )
+    right = [DIGEST_NBYTES] * len(segments)
+    wrong |= _unlike([len(segment.index_digest) for segment in segments], right)
+    wrong |= _unlike(list(map(len, summaries.layouts)), right)
+    owner = np.repeat(np.arange(len(summaries.groups)), summaries.counts) if wrong else ()
+    return [
+        CorruptError(
+            "G3: segment summary is malformed",
+            code="summary",
+            key=summaries.groups[owner[position]].key,
+            rank=segments[position].rank,
         )
-        if not sound:
-            problems.append(
-                CorruptError(
-                    "G3: segment summary is malformed", code="summary", key=group.key, rank=segment.rank
-                )
-            )
-        end = segment.index_offset + segment.index_nbytes
-    return problems
+        for position in sorted(wrong)
+    ]
 
 
-def layout_digests(groups: Iterable[GroupIndex]) -> dict[bytes, list[int]]:
-    """Return the distinct layout digests of the segments, each with its ranks, in order of first rank."""
+def _unlike(found: Sequence[object], expected: Sequence[object]) -> set[int]:
+    """Return the positions at which two lists of one length differ."""
+    if found == expected:  # the whole at once: nearly always
+        return set()
+    return {i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b}
+
+
+def layout_digests(summaries: Summaries) -> dict[bytes, list[int]]:
+    """Return the distinct layout digests of the segments, each with its ranks, in order of first segment."""
     found: dict[bytes, list[int]] = {}
-    for group in groups:
-        for segment in group.header.segments:
-            found.setdefault(segment.layout_digest, []).append(segment.rank)
+    for key, rank in zip(summaries.layouts, summaries.ranks.tolist(), strict=True):
+        found.setdefault(key, []).append(rank)
     return found
 
 
@@ -213,39 +235,27 @@ def _writers(
     return tuple(key for key in used if key in layouts and layouts[key].get(name) == layout)
 
 
-def merged_references(groups: Iterable[GroupIndex]) -> list[CheckpointId]:
+def merged_references(summaries: Summaries) -> list[CheckpointId]:
     """Return the other checkpoints whose objects any segment needs, ascending."""
-    return sorted(
-        {
-            CheckpointId.from_proto(other)
-            for group in groups
-            for segment in group.header.segments
-            for other in segment.references
-        }
-    )
+    return sorted({other for _, other in summaries.references})
 
 
-def check_manifest(
-    manifest: disk_pb2.Manifest, groups: Sequence[GroupIndex], merged: LayoutSet
-) -> list[CkptError]:
+def check_manifest(manifest: disk_pb2.Manifest, summaries: Summaries, merged: LayoutSet) -> list[CkptError]:
     """Check G6."""
+    groups = summaries.groups
     first = groups[0].header
-    segments = [segment for group in groups for segment in group.header.segments]
     claims: dict[str, tuple[object, object]] = {
         "run": (manifest.run, first.run),
         "world_size": (manifest.world_size, first.world_size),
         "group_count": (manifest.group_count, len(groups)),
         "groups_digest": (manifest.groups_digest.hex(), groups_digest(groups).hex()),
         "layout_digest": (manifest.layout_digest.hex(), merged.digest.hex()),
-        "nbytes": (manifest.nbytes, sum(segment.nbytes for segment in segments)),
+        "nbytes": (manifest.nbytes, sum(summaries.nbytes)),
         "tensor_count": (manifest.tensor_count, len(merged)),
-        "has_explicit_boxes": (
-            manifest.has_explicit_boxes,
-            any(segment.has_explicit_boxes for segment in segments),
-        ),
+        "has_explicit_boxes": (manifest.has_explicit_boxes, summaries.has_explicit_boxes),
         "references": (
             [CheckpointId.from_proto(other) for other in manifest.references],
-            merged_references(groups),
+            merged_references(summaries),
         ),
     }
     return [

@@ -8,6 +8,7 @@ and "latest" must not cost more requests the more checkpoints there are.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import PurePosixPath
 
 from ckpt.digest import digest, digest_hex
@@ -35,6 +36,7 @@ __all__ = [
     "manifest_key",
     "parse_attempt_key",
     "parse_group_key",
+    "parse_group_name",
     "parse_local_index_name",
     "parse_manifest_key",
     "parse_pin_key",
@@ -42,6 +44,7 @@ __all__ = [
     "require_below",
     "run_key",
     "segment_key",
+    "segment_keys",
 ]
 
 ATTEMPTS = "attempts/"
@@ -54,6 +57,7 @@ PINS = "pins/"
 _MANIFEST = re.compile(r"manifests/\d{18}\.(\d{12}\.a\d{6})\.pb")
 _ATTEMPT = re.compile(r"attempts/\d{6}\.(\d{6})\.json")
 _GROUP = re.compile(r"index/(\d{12}\.a\d{6})/group-(\d{5})-of-(\d{5})\.pb")
+_GROUP_NAME = re.compile(r"group-(\d{5})-of-(\d{5})\.pb")
 _DATA = re.compile(r"data/[0-9a-f]{2}/(\d{12}\.a\d{6})/.+")
 _PIN = re.compile(r"pins/(\d{12}\.a\d{6})")
 _LOCAL_INDEX = re.compile(r"segment-(\d{5,})\.index")
@@ -98,10 +102,22 @@ def parse_group_key(key: str) -> tuple[CheckpointId, int, int] | None:
     return (CheckpointId.parse(match[1]), int(match[2]), int(match[3])) if match else None
 
 
+def parse_group_name(name: str) -> tuple[int, int] | None:
+    """Return (group, count) of a key without its :func:`index_prefix`, or None for a foreign one."""
+    match = _GROUP_NAME.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
 def segment_key(ident: CheckpointId, rank: int) -> str:
     """``data/<hh>/<id>/segment-00017.safetensors``; hh spreads the ranks over store partitions."""
-    name = f"{ident}/segment-{rank:05d}.safetensors"
-    return f"{DATA}{digest(name.encode())[0]:02x}/{name}"
+    return segment_keys(ident, (rank,))[0]
+
+
+def segment_keys(ident: CheckpointId, ranks: Iterable[int]) -> list[str]:
+    """Return :func:`segment_key` of each rank; much quicker than one by one."""
+    prefix = str(ident)
+    names = [f"{prefix}/segment-{rank:05d}.safetensors" for rank in ranks]
+    return [f"{DATA}{digest(name.encode())[0]:02x}/{name}" for name in names]
 
 
 def data_prefix(ident: CheckpointId, rank: int) -> str:

@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 
 from ckpt.digest import DIGEST_NBYTES, Buffer, digest, digest_many
 from ckpt.errors import CorruptError, InvalidInputError
-from ckpt.format.envelope import HEAD_NBYTES, Kind, envelope_nbytes, open_message, seal_message
+from ckpt.format.envelope import HEAD_NBYTES, Kind, open_envelope, open_message, seal_message
 from ckpt.format.ids import CheckpointId
 from ckpt.format.keys import checkpoint_of_data_key, segment_key
 from ckpt_proto.v1 import disk_pb2
@@ -54,8 +54,11 @@ class GroupIndex:
 
     @property
     def nbytes(self) -> int:
-        """Size the whole object must have."""
-        return self.header_nbytes + sum(segment.index_nbytes for segment in self.header.segments)
+        """Size the whole object must have: its last segment index ends it (G3 says that they are packed)."""
+        if not self.header.segments:
+            return self.header_nbytes
+        last = self.header.segments[-1]
+        return self.header_nbytes + last.index_offset + last.index_nbytes
 
     def summary(self, rank: int) -> disk_pb2.SegmentSummary | None:
         """Return the summary of ``rank``, or None where the group does not have it."""
@@ -155,14 +158,15 @@ def encode_group_index(header: disk_pb2.GroupHeader, segments: Sequence[disk_pb2
 
 def parse_group_index(data: Buffer, *, key: str) -> GroupIndex:
     """Parse the header at the start of ``data`` (at least the whole header envelope). Raises CorruptError."""
-    header = open_message(Kind.GROUP_INDEX, data, disk_pb2.GroupHeader(), where=key)
-    view = memoryview(data)
-    nbytes = envelope_nbytes(view[:HEAD_NBYTES], where=key)
+    payload = open_envelope(Kind.GROUP_INDEX, data, where=key)
+    try:
+        header = disk_pb2.GroupHeader.FromString(bytes(payload))
+    except DecodeError as error:
+        raise CorruptError("payload is not the expected message", code="decode", where=key) from error
+    end = HEAD_NBYTES + len(payload)
+    nbytes = end + DIGEST_NBYTES
     return GroupIndex(
-        key=key,
-        header=header,
-        header_nbytes=nbytes,
-        digest=bytes(view[nbytes - DIGEST_NBYTES : nbytes]),
+        key=key, header=header, header_nbytes=nbytes, digest=bytes(memoryview(data)[end:nbytes])
     )
 
 

@@ -34,7 +34,8 @@ from ckpt.format.invariants import (
 )
 from ckpt.format.keys import MANIFESTS, manifest_key, parse_manifest_key
 from ckpt.format.layout import LayoutSet
-from ckpt.format.manifest import GroupIndex, encode_manifest, groups_digest, open_manifest
+from ckpt.format.manifest import encode_manifest, groups_digest, open_manifest
+from ckpt.format.summaries import Summaries
 from ckpt.ops.attempts import first_parsed, newest_attempt
 from ckpt.ops.catalog import exists, latest, read_manifest
 from ckpt.ops.groups import list_groups, put_layout, read_group_headers, read_layout
@@ -129,9 +130,9 @@ def try_commit(
     listing = list_groups(store, ident)
     if not listing.is_complete:
         return CommitResult(state=CommitState.WAITING, missing=listing.missing)
-    groups = read_group_headers(store, listing.in_order())
-    merged = _prove_whole(store, ident, groups)
-    manifest = _manifest(ident, groups, merged, environment or {}, clock)
+    summaries = Summaries.of(read_group_headers(store, listing.in_order()))
+    merged = _prove_whole(store, ident, summaries)
+    manifest = _manifest(ident, summaries, merged, environment or {}, clock)
     key = manifest_key(ident)
     ours = commit_put(
         store,
@@ -143,13 +144,13 @@ def try_commit(
     )
     if not ours:
         return CommitResult(state=CommitState.ALREADY)
-    warnings = tuple(_state_warnings(groups))
+    warnings = tuple(_state_warnings(ident, summaries))
     event(
         _log,
         logging.INFO,
         "commit.done",
         checkpoint=ident,
-        groups=len(groups),
+        groups=manifest.group_count,
         nbytes=manifest.nbytes,
         tensors=manifest.tensor_count,
     )
@@ -158,20 +159,20 @@ def try_commit(
     return CommitResult(state=CommitState.COMMITTED, warnings=warnings)
 
 
-def _prove_whole(store: Store, ident: CheckpointId, groups: Sequence[GroupIndex]) -> LayoutSet:
+def _prove_whole(store: Store, ident: CheckpointId, summaries: Summaries) -> LayoutSet:
     """Check the invariants and return the merged layout, which is in the store by then."""
-    raise_first(check_groups(ident, groups))
-    used = layout_digests(groups)
+    raise_first(check_groups(ident, summaries))
+    used = layout_digests(summaries)
     layouts = {key: read_layout(store, key) for key in used}
     merged, problems = check_layouts(used, layouts)
     raise_first(problems)
     raise_first(check_coverage(merged, used, layouts))
-    segments = [segment for group in groups for segment in group.header.segments]
-    raise_first(check_replicas(segments, layouts, world_size=groups[0].header.world_size))
-    raise_first(_check_references(store, groups))
+    world_size = summaries.groups[0].header.world_size
+    raise_first(check_replicas(summaries.segments, layouts, world_size=world_size))
+    raise_first(_check_references(store, ident, merged_references(summaries)))
     if _is_late(store, ident):
         # Only what is overtaken may be swept, so only there can complete group indexes outlive segments.
-        raise_first(check_objects(store, groups))
+        raise_first(check_objects(store, summaries.groups))
     if merged.digest not in layouts:
         put_layout(store, merged)
     return merged
@@ -185,9 +186,11 @@ def _is_late(store: Store, ident: CheckpointId) -> bool:
     return (newest_attempt(store) or 0) > ident.attempt
 
 
-def _check_references(store: Store, groups: Sequence[GroupIndex]) -> list[CkptError]:
+def _check_references(
+    store: Store, ident: CheckpointId, references: Sequence[CheckpointId]
+) -> list[CkptError]:
     """Check that the data this checkpoint borrows from older ones was not pruned meanwhile."""
-    gone = [other for other in merged_references(groups) if not exists(store, other)]
+    gone = [other for other in references if not exists(store, other)]
     if not gone:
         return []
     # Pruned, but its data stay as long as a checkpoint that exists needs them.
@@ -202,7 +205,7 @@ def _check_references(store: Store, groups: Sequence[GroupIndex]) -> list[CkptEr
         CorruptError(
             "chunks lie in the objects of a checkpoint that was pruned meanwhile",
             code="reference-gone",
-            checkpoint=groups[0].key,
+            checkpoint=ident,
             reference=other,
         )
         for other in gone
@@ -212,35 +215,34 @@ def _check_references(store: Store, groups: Sequence[GroupIndex]) -> list[CkptEr
 
 def _manifest(
     ident: CheckpointId,
-    groups: Sequence[GroupIndex],
+    summaries: Summaries,
     merged: LayoutSet,
     environment: Mapping[str, str],
     clock: Clock,
 ) -> disk_pb2.Manifest:
-    first = groups[0].header
-    segments = [segment for group in groups for segment in group.header.segments]
+    first = summaries.groups[0].header
     manifest = disk_pb2.Manifest(
         run=first.run,
         id=ident.to_proto(),
         write_id=random_bytes(16),
         world_size=first.world_size,
-        group_count=len(groups),
+        group_count=len(summaries.groups),
         layout_digest=merged.digest,
-        groups_digest=groups_digest(groups),
-        nbytes=sum(segment.nbytes for segment in segments),
+        groups_digest=groups_digest(summaries.groups),
+        nbytes=sum(summaries.nbytes),
         tensor_count=len(merged),
-        has_explicit_boxes=any(segment.has_explicit_boxes for segment in segments),
+        has_explicit_boxes=summaries.has_explicit_boxes,
         committed_at=clock.now(),
-        references=[other.to_proto() for other in merged_references(groups)],
+        references=[other.to_proto() for other in merged_references(summaries)],
         environment={**first.environment, **environment},
-        state_ranks=_state_ranks(segments),
+        state_ranks=_state_ranks(summaries),
     )
     if first.HasField("parent"):
         manifest.parent.CopyFrom(first.parent)
     return manifest
 
 
-def _state_ranks(segments: Sequence[disk_pb2.SegmentSummary]) -> list[int]:
+def _state_ranks(summaries: Summaries) -> list[int]:
     """Return the ranks that hold parts of the plain state; empty where rank 0 holds it all.
 
     A rank adds a part where both its tensors and its plain state are unlike those of every rank before it.
@@ -250,31 +252,32 @@ def _state_ranks(segments: Sequence[disk_pb2.SegmentSummary]) -> list[int]:
     layouts: set[bytes] = set()
     states: set[bytes] = set()
     found = []
-    for segment in sorted(segments, key=lambda item: item.rank):
-        if segment.layout_digest not in layouts and segment.state_digest not in states:
-            found.append(segment.rank)
-        layouts.add(segment.layout_digest)
-        states.add(segment.state_digest)
+    for (layout, state), rank in summaries.first_ranks().items():
+        if layout not in layouts and state not in states:
+            found.append(rank)
+        layouts.add(layout)
+        states.add(state)
     return found if found != [0] else []
 
 
-def _state_warnings(groups: Sequence[GroupIndex]) -> list[CkptError]:
+def _state_warnings(ident: CheckpointId, summaries: Summaries) -> list[CkptError]:
     """Name replicas whose common state differs: a restore uses that of the lowest rank."""
     first: dict[bytes, bytes] = {}
-    segments = (segment for group in groups for segment in group.header.segments if segment.state_digest)
-    other = [
-        segment.rank
-        for segment in sorted(segments, key=lambda item: item.rank)
-        if first.setdefault(segment.layout_digest, segment.state_digest) != segment.state_digest
-    ]
-    if not other:
+    odd = {
+        (layout, state)
+        for layout, state in summaries.first_ranks()
+        if state and first.setdefault(layout, state) != state
+    }
+    if not odd:
         return []
+    pairs = zip(summaries.layouts, summaries.states, summaries.ranks.tolist(), strict=True)
+    other = sorted(rank for layout, state, rank in pairs if (layout, state) in odd)
     shown = ", ".join(map(str, other[:8])) + (", ..." if len(other) > 8 else "")
     return [
         CkptError(
             "plain state differs between replicas; a restore uses that of the lowest rank",
             code="state-differs",
-            checkpoint=CheckpointId.from_proto(groups[0].header.id),
+            checkpoint=ident,
             ranks=shown,
             total=len(other),
         )

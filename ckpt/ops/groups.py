@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from ckpt.digest import digest
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.format.envelope import HEAD_NBYTES, Kind, envelope_nbytes, open_envelope, seal_message
 from ckpt.format.ids import CheckpointId
-from ckpt.format.keys import group_key, index_prefix, layout_key, parse_group_key
+from ckpt.format.keys import group_key, index_prefix, layout_key, parse_group_name
 from ckpt.format.layout import LayoutSet
 from ckpt.format.manifest import (
     GroupIndex,
@@ -19,6 +18,7 @@ from ckpt.format.manifest import (
     open_segment_index,
     parse_group_index,
 )
+from ckpt.ops.threads import map_in_threads
 from ckpt.storage.base import ObjectInfo, Store
 from ckpt_proto.v1 import disk_pb2
 
@@ -36,6 +36,8 @@ __all__ = [
 
 _FIRST_READ_NBYTES = 64 << 10  # holds the header of a group of 8 several times over
 _WORKERS = 16
+_MOST_WORKERS = 64
+_PER_WORKER = 64  # objects for which another worker is worth its start
 
 
 class GroupListing:
@@ -99,11 +101,12 @@ def list_groups(store: Store, ident: CheckpointId) -> GroupListing:
     """
     objects: dict[int, ObjectInfo] = {}
     counts = set()
-    for info in store.list_keys(index_prefix(ident)):
-        parsed = parse_group_key(info.key)
+    prefix = index_prefix(ident)
+    for info in store.list_keys(prefix):
+        parsed = parse_group_name(info.key[len(prefix) :])
         if parsed is None:
             continue
-        _, index, count = parsed
+        index, count = parsed
         objects[index] = info
         counts.add(count)
     if len(counts) > 1 or any(index >= count for index in objects for count in counts):
@@ -137,9 +140,9 @@ def read_group_header(store: Store, key: str, *, nbytes: int | None = None) -> G
         data = store.get_range(key, 0, total)
     group = parse_group_index(data, key=key)
     header = group.header
-    found = (CheckpointId.from_proto(header.id), header.group.index, header.group.count)
-    if parse_group_key(key) != found:
-        raise CorruptError("group index lies under a wrong key", code="identity", key=key, found=found[0])
+    found = CheckpointId.from_proto(header.id)
+    if group_key(found, header.group.index, header.group.count) != key:
+        raise CorruptError("group index lies under a wrong key", code="identity", key=key, found=found)
     if group.nbytes != size:
         raise CorruptError(
             "group index has the wrong size", code="truncated", where=key, nbytes=size, expected=group.nbytes
@@ -148,12 +151,16 @@ def read_group_header(store: Store, key: str, *, nbytes: int | None = None) -> G
 
 
 def read_group_headers(store: Store, objects: Iterable[ObjectInfo]) -> list[GroupIndex]:
-    """Read many headers at once, in the order given. The first failure is raised."""
+    """Read many headers at once, in the order given. The first failure is raised.
+
+    One request each. The more there are, the more are under way at once: at 30 ms a request, 12,500 of them
+    (100,000 ranks) take 6 s with 64 at a time, and 23 s with 16.
+    """
     infos = list(objects)
-    if len(infos) <= 1:
-        return [read_group_header(store, info.key, nbytes=info.nbytes) for info in infos]
-    with ThreadPoolExecutor(min(_WORKERS, len(infos)), thread_name_prefix="ckpt-headers") as pool:
-        return list(pool.map(lambda info: read_group_header(store, info.key, nbytes=info.nbytes), infos))
+    workers = min(_MOST_WORKERS, max(_WORKERS, len(infos) // _PER_WORKER), len(infos))
+    return map_in_threads(
+        lambda info: read_group_header(store, info.key, nbytes=info.nbytes), infos, workers=workers
+    )
 
 
 def read_segment_index(store: Store, group: GroupIndex, rank: int) -> disk_pb2.SegmentIndex:

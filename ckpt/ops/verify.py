@@ -26,6 +26,7 @@ from ckpt.format.keys import group_key, manifest_key
 from ckpt.format.layout import LayoutSet
 from ckpt.format.manifest import GroupIndex
 from ckpt.format.segment import chunk_count, read_safetensors_header
+from ckpt.format.summaries import Summaries
 from ckpt.ops.checkpoint import Checkpoint
 from ckpt.ops.groups import list_groups, read_group_header, read_layout, read_segment_index
 from ckpt.plan.save import plan_save
@@ -123,7 +124,8 @@ def _check_structure(
     """Check everything but the segments; return the problems and what could be read."""
     store = checkpoint.store
     groups, problems = _read_groups(store, checkpoint.ident, checkpoint.manifest.group_count)
-    used = layout_digests(groups)
+    summaries = Summaries.of(groups)
+    used = layout_digests(summaries)
     layouts: dict[bytes, LayoutSet] = {}
     for key in used:
         try:
@@ -132,11 +134,11 @@ def _check_structure(
             problems.append(error)
     if problems:  # the invariants speak of the whole; with parts missing they would only repeat that
         return problems, groups, layouts
-    problems += _corrupt(check_groups(checkpoint.ident, groups))
+    problems += _corrupt(check_groups(checkpoint.ident, summaries))
     merged, found = check_layouts(used, layouts)
     problems += _corrupt(found)
     problems += _corrupt(check_coverage(merged, used, layouts))
-    problems += _corrupt(check_manifest(checkpoint.manifest, groups, merged))
+    problems += _corrupt(check_manifest(checkpoint.manifest, summaries, merged))
     return problems, groups, layouts
 
 
