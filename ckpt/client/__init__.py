@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ckpt.client.catalog import CatalogClient
+from ckpt.client.peer import PeerClient
 from ckpt.client.restore import RestoreClient, TensorData
 from ckpt.client.staging import StagingClient
 
-__all__ = ["CatalogClient", "RestoreClient", "StagingClient", "TensorData"]
+__all__ = ["CatalogClient", "PeerClient", "RestoreClient", "StagingClient", "TensorData"]

@@ -33,6 +33,7 @@ __all__ = [
     "open_segment_index",
     "parse_group_index",
     "reference_ids",
+    "single_header",
 ]
 
 
@@ -77,10 +78,7 @@ def group_header(segments: Sequence[disk_pb2.SegmentIndex]) -> disk_pb2.GroupHea
     if not segments:
         raise InvalidInputError("a group has at least one segment", code="group")
     first = segments[0]
-    header = disk_pb2.GroupHeader(run=first.run, id=first.id, group=first.group, world_size=first.world_size)
-    if first.HasField("parent"):
-        header.parent.CopyFrom(first.parent)
-    header.environment.update(first.environment)
+    header = _empty_header(first)
     header.written_at = max(segment.captured_at for segment in segments)
     for segment in segments:
         if _identity(segment) != _identity(first):
@@ -96,6 +94,33 @@ def group_header(segments: Sequence[disk_pb2.SegmentIndex]) -> disk_pb2.GroupHea
             ranks=ranks,
             group=first.group.index,
         )
+    return header
+
+
+def single_header(segment: disk_pb2.SegmentIndex, *, index_digest: bytes) -> disk_pb2.GroupHeader:
+    """Return the header of a segment's group with the summary of this segment alone.
+
+    Args:
+        segment: the index.
+        index_digest: goes into the summary, as given.
+    """
+    header = _empty_header(segment)
+    header.segments.append(_summary(segment))
+    header.segments[0].index_digest = index_digest
+    return header
+
+
+def _empty_header(segment: disk_pb2.SegmentIndex) -> disk_pb2.GroupHeader:
+    header = disk_pb2.GroupHeader(
+        run=segment.run,
+        id=segment.id,
+        group=segment.group,
+        world_size=segment.world_size,
+        written_at=segment.captured_at,
+        environment=segment.environment,
+    )
+    if segment.HasField("parent"):
+        header.parent.CopyFrom(segment.parent)
     return header
 
 

@@ -1,7 +1,8 @@
 """Framing of the Bulk methods: raw bytes in messages of at most 1 MiB, no protobuf around them.
 
-The paths and what each stream carries are written in staging.proto. gRPC accepts only ``bytes``: a
-memoryview in a request stream kills the sender's thread and the call hangs, so frames are copied out.
+The paths and what each stream carries are written in staging.proto and peer.proto. gRPC accepts only
+``bytes``: a memoryview in a request stream kills the sender's thread and the call hangs, so frames are copied
+out.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ __all__ = [
     "FRAME_NBYTES",
     "PUT_CHUNKS",
     "READ_CHUNKS",
+    "READ_SEGMENT",
     "READ_TENSOR",
     "bulk_path",
     "frames",
@@ -24,6 +26,7 @@ BULK_SERVICE = "ckpt.v1.Bulk"
 PUT_CHUNKS = "PutChunks"
 READ_TENSOR = "ReadTensor"
 READ_CHUNKS = "ReadChunks"
+READ_SEGMENT = "ReadSegment"
 
 FRAME_NBYTES = 1024 * 1024
 

@@ -18,7 +18,7 @@ from ckpt.events import event, get_logger
 from ckpt.rpc.channel import MAX_MESSAGE_NBYTES
 from ckpt.storage.peerfile import write_peer_file
 from ckpt.storage.staging import StagingDir
-from ckpt_proto.v1 import catalog_pb2_grpc, restore_pb2_grpc, staging_pb2_grpc
+from ckpt_proto.v1 import catalog_pb2_grpc, peer_pb2_grpc, restore_pb2_grpc, staging_pb2_grpc
 from ckpt_server.bulk_service import bulk_handlers
 from ckpt_server.catalog_service import CatalogService
 from ckpt_server.checkpoints import Checkpoints
@@ -26,6 +26,7 @@ from ckpt_server.health import Health
 from ckpt_server.intake import Intake
 from ckpt_server.interceptors import Activity, AuthInterceptor, ErrorInterceptor
 from ckpt_server.lock import write_server_file
+from ckpt_server.peer_service import PeerService
 from ckpt_server.pipeline import Pipeline
 from ckpt_server.restore_service import RestoreService
 from ckpt_server.runs import Runs
@@ -159,13 +160,15 @@ class App:
         )
         restore = RestoreService(staging=self._staging, checkpoints=checkpoints)
         catalog = CatalogService(staging=self._staging, runs=self._runs, checkpoints=checkpoints)
+        peer = PeerService(staging=self._staging)
         servers = []
         for interceptors in chains:
             server = grpc.server(self._pool, interceptors=interceptors, options=_OPTIONS)
             staging_pb2_grpc.add_StagingServicer_to_server(staging, server)  # type: ignore[no-untyped-call]
             catalog_pb2_grpc.add_CatalogServicer_to_server(catalog, server)  # type: ignore[no-untyped-call]
             restore_pb2_grpc.add_RestoreServicer_to_server(restore, server)  # type: ignore[no-untyped-call]
-            server.add_generic_rpc_handlers((bulk_handlers(staging, restore),))
+            peer_pb2_grpc.add_PeerServicer_to_server(peer, server)  # type: ignore[no-untyped-call]
+            server.add_generic_rpc_handlers((bulk_handlers(staging, restore, peer),))
             self._health.add_to(server)
             servers.append(server)
         return servers

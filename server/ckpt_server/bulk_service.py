@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import grpc
 
-from ckpt.rpc.bulk import BULK_SERVICE, PUT_CHUNKS, READ_CHUNKS, READ_TENSOR
+from ckpt.rpc.bulk import BULK_SERVICE, PUT_CHUNKS, READ_CHUNKS, READ_SEGMENT, READ_TENSOR
+from ckpt_server.peer_service import PeerService
 from ckpt_server.restore_service import RestoreService
 from ckpt_server.staging_service import StagingService
 
 __all__ = ["bulk_handlers"]
 
 
-def bulk_handlers(staging: StagingService, restore: RestoreService) -> grpc.GenericRpcHandler:
+def bulk_handlers(
+    staging: StagingService, restore: RestoreService, peer: PeerService
+) -> grpc.GenericRpcHandler:
     """Return the handlers of the Bulk service."""
     return grpc.method_handlers_generic_handler(
         BULK_SERVICE,
@@ -19,5 +22,6 @@ def bulk_handlers(staging: StagingService, restore: RestoreService) -> grpc.Gene
             PUT_CHUNKS: grpc.stream_unary_rpc_method_handler(staging.put_chunks),
             READ_TENSOR: grpc.unary_stream_rpc_method_handler(restore.read_tensor),
             READ_CHUNKS: grpc.unary_stream_rpc_method_handler(restore.read_chunks),
+            READ_SEGMENT: grpc.unary_stream_rpc_method_handler(peer.read_segment),
         },
     )

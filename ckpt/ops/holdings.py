@@ -1,0 +1,172 @@
+"""What a node holds of a run: its own sealed segments and replicas of others', as its directory says.
+
+A node tells others this in two sizes: which ranks of which checkpoints (a few bytes per rank), and for one
+checkpoint the header of every segment (what its group index will say of it, about 200 bytes), from which the
+whole checkpoint can be proved without reading the segments' indexes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from ckpt.digest import digest
+from ckpt.errors import CkptError, CorruptError, NotFoundError
+from ckpt.events import event, get_logger
+from ckpt.format.envelope import Kind, open_message
+from ckpt.format.ids import CheckpointId
+from ckpt.format.manifest import single_header
+from ckpt.ops.tiers import replicas_of
+from ckpt.storage.staging import StagingDir
+from ckpt_proto.v1 import disk_pb2, peer_pb2
+
+__all__ = ["Held", "node_holdings", "read_held_index", "read_held_layout", "segment_headers"]
+
+_log = get_logger("holdings")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What one node holds of one checkpoint.
+
+    Attributes:
+        ident: which.
+        world_size: number of ranks, each with one segment.
+        is_committed: the node knows that it is; False: it may be all the same.
+        own: ranks whose segment was sealed on the node, ascending.
+        replicas: ranks of other nodes whose segment it has a replica of, ascending.
+    """
+
+    ident: CheckpointId
+    world_size: int
+    is_committed: bool
+    own: tuple[int, ...]
+    replicas: tuple[int, ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All of them."""
+        return (*self.own, *self.replicas)
+
+    def to_proto(self) -> peer_pb2.HeldCheckpoint:
+        """Return the message; headers are added by who wants them."""
+        held = [(rank, False) for rank in self.own] + [(rank, True) for rank in self.replicas]
+        return peer_pb2.HeldCheckpoint(
+            id=self.ident.to_proto(),
+            world_size=self.world_size,
+            is_committed=self.is_committed,
+            segments=[peer_pb2.HeldSegment(rank=rank, is_replica=replica) for rank, replica in sorted(held)],
+        )
+
+    @classmethod
+    def from_proto(cls, message: peer_pb2.HeldCheckpoint) -> Held:
+        return cls(
+            ident=CheckpointId.from_proto(message.id),
+            world_size=message.world_size,
+            is_committed=message.is_committed,
+            own=tuple(segment.rank for segment in message.segments if not segment.is_replica),
+            replicas=tuple(segment.rank for segment in message.segments if segment.is_replica),
+        )
+
+
+def node_holdings(staging: StagingDir, run_key: str, only: CheckpointId | None = None) -> list[Held]:
+    """Return what this node holds of a run, ascending by step, then attempt. A run it lacks: nothing.
+
+    Files are looked for, not read, but for one index per checkpoint.
+
+    Args:
+        staging: of the node.
+        run_key: the run's folder in it.
+        only: this checkpoint alone.
+
+    Raises:
+        UnavailableError: the directory cannot be read.
+    """
+    places = (staging, replicas_of(staging))
+    idents = {ident for place in places for ident in place.checkpoints(run_key)}
+    found = []
+    for ident in sorted(idents if only is None else idents & {only}):
+        own, replicas = (_whole_segments(place, run_key, ident) for place in places)
+        world_size = _world_size(places, run_key, ident, (own, replicas))
+        if world_size is not None:
+            found.append(
+                Held(
+                    ident=ident,
+                    world_size=world_size,
+                    is_committed=any(place.is_committed(run_key, ident) for place in places),
+                    own=tuple(own),
+                    replicas=tuple(rank for rank in replicas if rank not in own),
+                )
+            )
+    return found
+
+
+def _whole_segments(place: StagingDir, run_key: str, ident: CheckpointId) -> list[int]:
+    """The sealed ranks whose file is there too."""
+    ranks = place.sealed_ranks(run_key, ident)
+    return [rank for rank in ranks if place.segment_path(run_key, ident, rank).is_file()]
+
+
+def _world_size(
+    places: Iterable[StagingDir], run_key: str, ident: CheckpointId, ranks: Iterable[Iterable[int]]
+) -> int | None:
+    """By the first index that can be read; None where none can."""
+    for place, held in zip(places, ranks, strict=True):
+        for rank in held:
+            try:
+                return place.read_index(run_key, ident, rank).world_size
+            except CkptError as error:
+                _report(ident, rank, error)
+    return None
+
+
+def segment_headers(staging: StagingDir, run_key: str, ident: CheckpointId) -> Iterator[disk_pb2.GroupHeader]:
+    """Yield the header of each segment of ``ident`` that this node holds, a damaged index left out.
+
+    The digest in its summary is of the sealed index file, by which two copies of one segment are known to be
+    the same.
+
+    Raises:
+        UnavailableError: the directory cannot be read.
+    """
+    for held in node_holdings(staging, run_key, ident):
+        for rank in sorted(held.ranks):
+            try:
+                data = read_held_index(staging, run_key, ident, rank)
+                index = open_message(Kind.SEGMENT_INDEX, data, disk_pb2.SegmentIndex(), where="a held index")
+            except (CorruptError, NotFoundError) as error:
+                _report(ident, rank, error)
+                continue
+            yield single_header(index, index_digest=digest(data))
+
+
+def read_held_index(staging: StagingDir, run_key: str, ident: CheckpointId, rank: int) -> bytes:
+    """Return the index file, envelope included, of a segment that this node holds itself or as a replica.
+
+    Raises:
+        NotFoundError: it holds neither.
+        CorruptError: what it has is damaged, or belongs to another segment.
+    """
+    problem: CkptError | None = None
+    for place in (staging, replicas_of(staging)):
+        try:
+            place.read_index(run_key, ident, rank)
+            return place.read_index_bytes(run_key, ident, rank)
+        except NotFoundError:
+            continue
+        except CorruptError as error:
+            problem = error
+    raise problem or NotFoundError("this node does not hold the segment", checkpoint=ident, rank=rank)
+
+
+def read_held_layout(staging: StagingDir, run_key: str, layout_digest: bytes) -> bytes:
+    """Return the layout set's bytes. Raises NotFoundError, CorruptError."""
+    try:
+        return staging.layout(run_key, layout_digest)
+    except (NotFoundError, CorruptError):
+        return replicas_of(staging).layout(run_key, layout_digest)
+
+
+def _report(ident: CheckpointId, rank: int, error: CkptError) -> None:
+    event(_log, logging.WARNING, "holdings.bad_index", checkpoint=ident, rank=rank, error=error)
