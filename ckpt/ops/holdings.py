@@ -17,7 +17,7 @@ from ckpt.events import event, get_logger
 from ckpt.format.envelope import Kind, open_message
 from ckpt.format.ids import CheckpointId
 from ckpt.format.manifest import single_header
-from ckpt.ops.tiers import replicas_of
+from ckpt.storage.peerfile import replicas_dir
 from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import disk_pb2, peer_pb2
 
@@ -83,7 +83,7 @@ def node_holdings(staging: StagingDir, run_key: str, only: CheckpointId | None =
     Raises:
         UnavailableError: the directory cannot be read.
     """
-    places = (staging, replicas_of(staging))
+    places = (staging, replicas_dir(staging))
     idents = {ident for place in places for ident in place.checkpoints(run_key)}
     found = []
     for ident in sorted(idents if only is None else idents & {only}):
@@ -149,7 +149,7 @@ def read_held_index(staging: StagingDir, run_key: str, ident: CheckpointId, rank
         CorruptError: what it has is damaged, or belongs to another segment.
     """
     problem: CkptError | None = None
-    for place in (staging, replicas_of(staging)):
+    for place in (staging, replicas_dir(staging)):
         try:
             place.read_index(run_key, ident, rank)
             return place.read_index_bytes(run_key, ident, rank)
@@ -165,7 +165,7 @@ def read_held_layout(staging: StagingDir, run_key: str, layout_digest: bytes) ->
     try:
         return staging.layout(run_key, layout_digest)
     except (NotFoundError, CorruptError):
-        return replicas_of(staging).layout(run_key, layout_digest)
+        return replicas_dir(staging).layout(run_key, layout_digest)
 
 
 def _report(ident: CheckpointId, rank: int, error: CkptError) -> None:

@@ -13,10 +13,11 @@ from typing import Protocol
 from ckpt.errors import CkptError, CorruptError, NotFoundError, UnavailableError
 from ckpt.events import event, get_logger
 from ckpt.format.ids import CheckpointId
+from ckpt.storage.peerfile import replicas_dir
 from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import disk_pb2
 
-__all__ = ["GIVEN_UP", "LOCAL", "PEER", "REMOTE", "REPLICA", "LocalTier", "Tier", "node_tiers", "replicas_of"]
+__all__ = ["GIVEN_UP", "LOCAL", "PEER", "REMOTE", "REPLICA", "LocalTier", "Tier", "node_tiers"]
 
 LOCAL, REPLICA, PEER, REMOTE = "local", "replica", "peer", "remote"
 """Names of tiers, as they stand in statistics and events; REMOTE is the object store."""
@@ -24,7 +25,6 @@ LOCAL, REPLICA, PEER, REMOTE = "local", "replica", "peer", "remote"
 GIVEN_UP = "given-up"
 """Code of the errors of a tier that is out of use for good, which has been reported when it happened."""
 
-_REPLICAS = "replicas"
 _log = get_logger("tiers")
 
 
@@ -99,11 +99,6 @@ class LocalTier:
             raise CorruptError("local segment is cut short", path=path, start=start, nbytes=count)
 
 
-def replicas_of(staging: StagingDir) -> StagingDir:
-    """Return the directory, of the same layout, with the replicas a node keeps of other nodes' segments."""
-    return StagingDir(staging.path / _REPLICAS)
-
-
 def node_tiers(staging: StagingDir, run_key: str) -> tuple[LocalTier, LocalTier]:
     """Return what a node has itself of a run: its own segments, then its replicas of others'."""
-    return LocalTier(staging, run_key), LocalTier(replicas_of(staging), run_key, name=REPLICA)
+    return LocalTier(staging, run_key), LocalTier(replicas_dir(staging), run_key, name=REPLICA)

@@ -12,8 +12,8 @@ from ckpt.errors import CorruptError, InvalidInputError, NotFoundError
 from ckpt.format.envelope import Kind, open_message
 from ckpt.format.ids import CheckpointId
 from ckpt.ops.holdings import node_holdings, read_held_index, read_held_layout, segment_headers
-from ckpt.ops.tiers import replicas_of
 from ckpt.rpc.bulk import FRAME_NBYTES
+from ckpt.storage.peerfile import replicas_dir
 from ckpt.storage.staging import StagingDir, os_errors
 from ckpt_proto.v1 import disk_pb2, peer_pb2, peer_pb2_grpc
 
@@ -85,7 +85,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
 
     def _open(self, run_key: str, ident: CheckpointId, rank: int) -> int:
         """Open the file of a sealed segment, its own or a replica."""
-        for place in (self._staging, replicas_of(self._staging)):
+        for place in (self._staging, replicas_dir(self._staging)):
             if not place.index_path(run_key, ident, rank).is_file():
                 continue
             path = place.segment_path(run_key, ident, rank)

@@ -19,9 +19,10 @@ from ckpt.geometry import Region
 from ckpt.ops import catalog
 from ckpt.ops.fetch import FetchStats, fetch, place_in_numpy
 from ckpt.ops.holdings import Held
-from ckpt.ops.tiers import PEER, REMOTE, Tier, replicas_of
+from ckpt.ops.tiers import PEER, REMOTE, Tier
 from ckpt.plan.read import Want, plan_read
 from ckpt.storage.memory import MemoryStore
+from ckpt.storage.peerfile import replicas_dir
 from ckpt.storage.staging import StagingDir
 from tests.support.builders import Built, build_checkpoint, claim, memory_store
 from tests.support.sealing import seal_copy
@@ -60,7 +61,7 @@ def node(server: Server) -> Iterator[Node]:
     run_key = f"run-{next(_runs):016x}"
     # No run.json: this server uploads nothing, it only has the files.
     seal_copy(server.staging, run_key, store, built, [0])
-    seal_copy(replicas_of(server.staging), run_key, store, built, [1])
+    seal_copy(replicas_dir(server.staging), run_key, store, built, [1])
     with PeerClient(server.tcp_target) as client:
         yield Node(server, client, run_key, store, built)
 

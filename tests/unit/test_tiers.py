@@ -15,8 +15,9 @@ from ckpt.format.keys import segment_key
 from ckpt.geometry import Region
 from ckpt.ops import catalog
 from ckpt.ops.fetch import FetchStats, fetch, place_in_numpy
-from ckpt.ops.tiers import LOCAL, REMOTE, REPLICA, Tier, node_tiers, replicas_of
+from ckpt.ops.tiers import LOCAL, REMOTE, REPLICA, Tier, node_tiers
 from ckpt.plan.read import Want, plan_read
+from ckpt.storage.peerfile import replicas_dir
 from ckpt.storage.staging import StagingDir
 from tests.support.builders import Built, CountingStore, build_checkpoint, claim, memory_store
 from tests.support.sealing import seal_copy
@@ -38,7 +39,7 @@ class Node:
         return node_tiers(self.staging, _RUN)
 
     def segment(self, rank: int, *, replica: bool = False) -> Path:
-        place = replicas_of(self.staging) if replica else self.staging
+        place = replicas_dir(self.staging) if replica else self.staging
         return place.segment_path(_RUN, self.built.ident, rank)
 
     def read(self) -> FetchStats:
@@ -66,7 +67,7 @@ def node(tmp_path: Path) -> Node:
     built = build_checkpoint(store, 20, world_size=2, chunk_nbytes=_CHUNK)
     staging = StagingDir(tmp_path / "staging").ensure()
     seal_copy(staging, _RUN, store, built, [0])
-    seal_copy(replicas_of(staging), _RUN, store, built, [1])
+    seal_copy(replicas_dir(staging), _RUN, store, built, [1])
     return Node(staging, CountingStore(store), built)
 
 
@@ -88,7 +89,7 @@ def test_a_bad_chunk_comes_from_the_next_tier_and_is_reported(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "ckpt")
-    seal_copy(replicas_of(node.staging), _RUN, node.store, node.built, [0])
+    seal_copy(replicas_dir(node.staging), _RUN, node.store, node.built, [0])
     _flip(node.segment(0), _CHUNK + 5)
     stats = node.read()
     assert stats.repaired_chunks == 1
@@ -100,7 +101,7 @@ def test_a_bad_chunk_comes_from_the_next_tier_and_is_reported(
 
 
 def test_a_chunk_that_is_bad_in_every_tier_comes_from_the_store(node: Node) -> None:
-    seal_copy(replicas_of(node.staging), _RUN, node.store, node.built, [0])
+    seal_copy(replicas_dir(node.staging), _RUN, node.store, node.built, [0])
     _flip(node.segment(0), 3)
     _flip(node.segment(0, replica=True), 3)
     stats = node.read()
