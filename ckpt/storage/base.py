@@ -62,14 +62,22 @@ class Store(Protocol):
         """
         ...
 
-    def put_parts(self, key: str, data: memoryview, *, part_nbytes: int, concurrency: int) -> None:
-        """Create or replace ``key`` from a large buffer in parts, without copying it.
+    def put_parts(
+        self, key: str, pieces: Iterable[Buffer], *, most_nbytes: int, part_nbytes: int, concurrency: int
+    ) -> None:
+        """Create or replace ``key`` from ``pieces``, in parts; the engine decides how much is copied.
 
         Args:
             key: where.
-            data: contiguous, readable bytes; must not change until the call returns.
+            pieces: the value, piece by piece, of any sizes. Asked for one after the other, possibly from
+                another thread, as parts are sent. A piece must not change while anybody refers to it.
+                What the iteration raises ends the call, and the key stays as it was.
+            most_nbytes: the pieces are not more than this together.
             part_nbytes: wanted part size in bytes; raised where the service's limits demand it.
-            concurrency: parts in flight.
+            concurrency: parts in flight. Memory is so many parts, and one that is being filled.
+
+        Raises:
+            CkptError: of the iteration, as it came; or of the store.
         """
         ...
 

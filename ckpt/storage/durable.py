@@ -10,7 +10,7 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -122,15 +122,17 @@ def write_all(file: BinaryIO, data: Buffer) -> None:
 
 
 @contextlib.contextmanager
-def new_file(folder: Path, data: Buffer) -> Iterator[Path]:
-    """Give a temporary file in ``folder`` that holds ``data``, fsynced; remove what is left of it at exit.
+def new_file(folder: Path, pieces: Iterable[Buffer]) -> Iterator[Path]:
+    """Give a temporary file in ``folder`` that holds ``pieces``, fsynced; remove what is left of it at exit.
 
-    The body moves it to its place by rename or link. Raises OSError as it comes.
+    No piece is asked for before the file exists. The body moves it to its place by rename or link.
+    Raises OSError as it comes.
     """
     temp = folder / f"{TEMP_PREFIX}{random_bytes(12).hex()}"
     try:
         with temp.open("xb", buffering=0) as file:
-            write_all(file, data)
+            for piece in pieces:
+                write_all(file, piece)
             os.fsync(file.fileno())
         yield temp
     finally:
@@ -150,7 +152,7 @@ def write_durably(path: str | os.PathLike[str], data: Buffer) -> None:
     """
     target = Path(path)
     try:
-        with new_file(target.parent, data) as temp:
+        with new_file(target.parent, (data,)) as temp:
             temp.replace(target)
         fsync_dir(target.parent)
     except OSError as error:

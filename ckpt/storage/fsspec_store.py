@@ -165,16 +165,30 @@ class FsspecStore:
             raise ConflictError("the object exists", key=key, url=self._url)
         self.put(key, data)
 
-    def put_parts(self, key: str, data: memoryview, *, part_nbytes: int, concurrency: int) -> None:
+    def put_parts(
+        self, key: str, pieces: Iterable[Buffer], *, most_nbytes: int, part_nbytes: int, concurrency: int
+    ) -> None:
         """Write through a buffered file, one part at a time; ``concurrency`` is fsspec's own affair."""
         del concurrency
-        view = memoryview(data).cast("B")
-        part = part_nbytes_for(len(view), part_nbytes)
+        part = part_nbytes_for(most_nbytes, part_nbytes)
 
         def write(path: str) -> None:
-            with self._fs.open(path, "wb", block_size=part) as file:
-                for start in range(0, len(view), part):
-                    file.write(view[start : start + part])
+            file = self._fs.open(path, "wb", block_size=part)
+            try:
+                for piece in pieces:
+                    view = memoryview(piece).cast("B")
+                    for start in range(0, len(view), part):
+                        file.write(view[start : start + part])
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    if self._atomic:
+                        # Closing would complete the object with what there is so far.
+                        file.closed = True
+                        file.discard()
+                    else:
+                        file.close()
+                raise
+            file.close()
 
         with self._errors(key):
             self._place(key, write)

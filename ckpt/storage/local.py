@@ -52,13 +52,13 @@ class LocalStore:
             raise InvalidInputError("not a legal key for a directory store", key=key)
         return self._root.joinpath(*parts)
 
-    def _write(self, key: str, data: Buffer, place: Callable[[Path, Path], None]) -> None:
+    def _write(self, key: str, pieces: Iterable[Buffer], place: Callable[[Path, Path], None]) -> None:
         path = self._path(key)
         # A delete in another process may remove the folder, empty for a moment, between our two calls.
         for _ in range(_PUT_TRIES):
             make_dirs(path.parent)
             try:
-                with new_file(path.parent, data) as temp:
+                with new_file(path.parent, pieces) as temp:
                     place(temp, path)
             except FileNotFoundError:
                 continue
@@ -73,7 +73,7 @@ class LocalStore:
         raise UnavailableError("the folder of the key keeps being removed", key=key, path=path)
 
     def put(self, key: str, data: Buffer) -> None:
-        self._write(key, data, _replace)
+        self._write(key, (data,), _replace)
 
     def put_new(self, key: str, data: Buffer) -> None:
         """Create ``key`` by hard link: one atomic step that fails if the name exists, also on NFS.
@@ -83,13 +83,15 @@ class LocalStore:
         """
         place = _link if self.probe_conditional() else _check_and_replace
         try:
-            self._write(key, data, place)
+            self._write(key, (data,), place)
         except ConflictError as error:
             raise ConflictError("the object exists", key=key, url=self.url) from error
 
-    def put_parts(self, key: str, data: memoryview, *, part_nbytes: int, concurrency: int) -> None:
-        del part_nbytes, concurrency  # a file has no parts; the kernel keeps the disk busy
-        self._write(key, data, _replace)
+    def put_parts(
+        self, key: str, pieces: Iterable[Buffer], *, most_nbytes: int, part_nbytes: int, concurrency: int
+    ) -> None:
+        del most_nbytes, part_nbytes, concurrency  # a file has no parts; the kernel keeps the disk busy
+        self._write(key, pieces, _replace)
 
     def get(self, key: str) -> bytes:
         try:
@@ -241,8 +243,8 @@ class LocalStore:
         if self._conditional is None:
             key = f"probe/{os.urandom(12).hex()}"
             try:
-                self._write(key, b"", _link)
-                self._write(key, b"", _link)
+                self._write(key, (b"",), _link)
+                self._write(key, (b"",), _link)
             except ConflictError:
                 self._conditional = True
             except UnavailableError as error:

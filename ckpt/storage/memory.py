@@ -61,9 +61,11 @@ class MemoryStore:
     def put_new(self, key: str, data: Buffer) -> None:
         self._write(key, data, only_new=True)
 
-    def put_parts(self, key: str, data: memoryview, *, part_nbytes: int, concurrency: int) -> None:
-        del part_nbytes, concurrency  # one copy, made under no lock
-        self._write(key, data, only_new=False)
+    def put_parts(
+        self, key: str, pieces: Iterable[Buffer], *, most_nbytes: int, part_nbytes: int, concurrency: int
+    ) -> None:
+        del most_nbytes, part_nbytes, concurrency  # one copy, made under no lock
+        self._write(key, b"".join(pieces), only_new=False)
 
     def _read(self, key: str) -> tuple[bytes, float]:
         with _SPACE.lock:

@@ -103,16 +103,40 @@ class ObstoreStore:
             return
         self._create(key, data)
 
-    def put_parts(self, key: str, data: memoryview, *, part_nbytes: int, concurrency: int) -> None:
-        view = memoryview(data).cast("B")
-        part = part_nbytes_for(len(view), part_nbytes)
-        if len(view) <= part:
-            self.put(key, view)
+    def put_parts(
+        self, key: str, pieces: Iterable[Buffer], *, most_nbytes: int, part_nbytes: int, concurrency: int
+    ) -> None:
+        """Upload in parts without copying: the engine refers to the pieces until they are sent."""
+        part = part_nbytes_for(most_nbytes, part_nbytes)
+        if most_nbytes <= part:
+            few = list(pieces)
+            self.put(key, few[0] if len(few) == 1 else b"".join(few))
             return
-        with self._errors(key), _absence_is_no_bucket(self._url):
-            obstore.put(
-                self._store, key, view, use_multipart=True, chunk_size=part, max_concurrency=concurrency
-            )
+        failed: list[BaseException] = []
+
+        def pulled() -> Iterator[memoryview]:
+            # The engine calls this from its own thread, and turns what it raises into an error of its own.
+            try:
+                for piece in pieces:
+                    yield memoryview(piece).cast("B")
+            except BaseException as error:
+                failed.append(error)
+                raise
+
+        try:
+            with self._errors(key), _absence_is_no_bucket(self._url):
+                obstore.put(
+                    self._store,
+                    key,
+                    pulled(),
+                    use_multipart=True,
+                    chunk_size=part,
+                    max_concurrency=concurrency,
+                )
+        except BaseException as error:
+            if failed:
+                raise failed[0] from None
+            raise error
 
     def get(self, key: str) -> bytes:
         with self._errors(key):

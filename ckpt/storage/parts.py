@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from ckpt.digest import Buffer
 from ckpt.errors import InvalidInputError
 
-__all__ = ["S3_LIMITS", "PartLimits", "part_nbytes_for"]
+__all__ = ["S3_LIMITS", "PartLimits", "part_nbytes_for", "regrouped"]
 
 _GRAIN = 1 << 20
 
@@ -52,3 +54,20 @@ def part_nbytes_for(nbytes: int, wanted: int, limits: PartLimits = S3_LIMITS) ->
             )
         part = limits.most_nbytes
     return part
+
+
+def regrouped(pieces: Iterable[Buffer], size: int) -> Iterator[bytes]:
+    """Yield the bytes of ``pieces`` in copies of ``size`` bytes each, the last one shorter."""
+    part = bytearray()
+    for piece in pieces:
+        view = memoryview(piece).cast("B")
+        start = 0
+        while start < len(view):
+            taken = view[start : start + size - len(part)]
+            part += taken
+            start += len(taken)
+            if len(part) == size:
+                yield bytes(part)
+                part.clear()
+    if part:
+        yield bytes(part)

@@ -7,8 +7,10 @@ listing cache. Costs ten times obstore's CPU; never use it in a trainer's proces
 from __future__ import annotations
 
 import contextlib
+import itertools
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from botocore.exceptions import ConnectTimeoutError, EndpointConnectionError
@@ -17,7 +19,7 @@ from ckpt.digest import Buffer
 from ckpt.errors import CkptError, ConflictError, InvalidInputError, NotFoundError, UnavailableError
 from ckpt.storage.base import ObjectInfo
 from ckpt.storage.fsspec_store import FsspecStore, open_filesystem
-from ckpt.storage.parts import part_nbytes_for
+from ckpt.storage.parts import part_nbytes_for, regrouped
 from ckpt.storage.s3_config import ClientLimits, S3Config, split_bucket_url
 
 __all__ = ["S3fsStore"]
@@ -98,26 +100,34 @@ class S3fsStore(FsspecStore):
         # Always one request: several servers ignore the condition when a multipart upload completes.
         self._call("put_object", key, Key=self._full(key), Body=bytes(data), IfNoneMatch="*")
 
-    def put_parts(self, key: str, data: memoryview, *, part_nbytes: int, concurrency: int) -> None:
+    def put_parts(
+        self, key: str, pieces: Iterable[Buffer], *, most_nbytes: int, part_nbytes: int, concurrency: int
+    ) -> None:
         """Upload in parts; holds ``concurrency`` copies of a part, since botocore takes no views."""
-        view = memoryview(data).cast("B")
-        size = part_nbytes_for(len(view), part_nbytes)
-        if len(view) <= size:
-            self.put(key, view)
+        bodies = regrouped(pieces, part_nbytes_for(most_nbytes, part_nbytes))
+        first = next(bodies, b"")
+        second = next(bodies, None)
+        if second is None:
+            self.put(key, first)
             return
         where = {"Key": self._full(key)}
         where["UploadId"] = self._call("create_multipart_upload", key, **where)["UploadId"]
 
-        def send(number: int) -> dict[str, Any]:
-            body = bytes(view[(number - 1) * size : number * size])
+        def send(number: int, body: bytes) -> dict[str, Any]:
             answer = self._call("upload_part", key, PartNumber=number, Body=body, **where)
             return {"PartNumber": number, "ETag": answer["ETag"]}
 
         try:
+            parts: list[dict[str, Any]] = []
+            flying: deque[Future[dict[str, Any]]] = deque()
             with ThreadPoolExecutor(concurrency, thread_name_prefix="ckpt-s3-part") as pool:
-                parts = list(pool.map(send, range(1, -(-len(view) // size) + 1)))
+                for number, body in enumerate(itertools.chain((first, second), bodies), 1):
+                    flying.append(pool.submit(send, number, body))
+                    if len(flying) > concurrency:
+                        parts.append(flying.popleft().result())
+                parts += [future.result() for future in flying]
             self._call("complete_multipart_upload", key, MultipartUpload={"Parts": parts}, **where)
-        except CkptError:
+        except BaseException:
             # Unfinished uploads are invisible and billed. If this fails too, a lifecycle rule has to do it.
             with contextlib.suppress(CkptError):
                 self._call("abort_multipart_upload", key, **where)

@@ -138,4 +138,6 @@ def _send(store: Store, key: str, path: Path, nbytes: int, *, part_nbytes: int, 
     mapped.madvise(mmap.MADV_SEQUENTIAL)
     # Not closed here: a client that gave up on a part may still hold the view; the mapping goes
     # with the last reference.
-    store.put_parts(key, memoryview(mapped), part_nbytes=part_nbytes, concurrency=concurrency)
+    store.put_parts(
+        key, [memoryview(mapped)], most_nbytes=nbytes, part_nbytes=part_nbytes, concurrency=concurrency
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -19,6 +19,12 @@ MIB = 1 << 20
 
 def keys_of(store: Store, prefix: str = "", limit: int | None = None) -> list[str]:
     return [info.key for info in store.list_keys(prefix, limit=limit)]
+
+
+def put_parts(
+    store: Store, key: str, pieces: Iterable[Buffer], *, most_nbytes: int, part_nbytes: int
+) -> None:
+    store.put_parts(key, pieces, most_nbytes=most_nbytes, part_nbytes=part_nbytes, concurrency=2)
 
 
 class StoreContract:
@@ -63,7 +69,7 @@ class StoreContract:
     ) -> None:
         store.put("put", b"1")
         store.put_new("new", b"2")
-        store.put_parts("parts", memoryview(b"3"), part_nbytes=self.part_nbytes, concurrency=1)
+        store.put_parts("parts", [b"3"], most_nbytes=1, part_nbytes=self.part_nbytes, concurrency=1)
         store.close()
         later = reopen()
         assert [later.get(key) for key in ("put", "new", "parts")] == [b"1", b"2", b"3"]
@@ -154,14 +160,36 @@ class StoreContract:
         for start in range(0, len(data), 4096):
             data[start : start + 8] = start.to_bytes(8, "little")
         data[-1] = 7
-        store.put_parts("big", memoryview(data), part_nbytes=self.part_nbytes, concurrency=2)
+        view = memoryview(data)
+        pieces = (view[start : start + 3 * MIB + 5] for start in range(0, len(view), 3 * MIB + 5))
+        put_parts(store, "big", pieces, most_nbytes=len(data) + 1000, part_nbytes=self.part_nbytes)
         assert store.get("big") == data
         assert bytes(store.get_range("big", self.part_nbytes - 3, 2)) == data[-3 - extra :][:2]
 
     @pytest.mark.parametrize("size", [0, 1])
     def test_put_parts_takes_nearly_nothing(self, store: Store, size: int) -> None:
-        store.put_parts("small", memoryview(bytes(size)), part_nbytes=self.part_nbytes, concurrency=2)
-        assert store.get("small") == bytes(size)
+        put_parts(store, "small", [bytes(size)], most_nbytes=size, part_nbytes=self.part_nbytes)
+        put_parts(store, "less", [b"", bytes(size)], most_nbytes=99 * MIB, part_nbytes=self.part_nbytes)
+        assert store.get("small") == store.get("less") == bytes(size)
+        put_parts(store, "none", [], most_nbytes=99 * MIB, part_nbytes=self.part_nbytes)
+        assert store.get("none") == b""
+
+    @pytest.mark.parametrize("good", [0, 1, 3])
+    def test_a_value_whose_pieces_fail_is_not_stored(self, store: Store, good: int) -> None:
+        def pieces() -> Iterator[bytes]:
+            for _ in range(good):
+                yield bytes(self.part_nbytes)
+            raise CorruptError("damaged", code="digest")
+
+        store.put("old", b"old")
+        for key in ("new", "old"):
+            with pytest.raises(CorruptError) as caught:
+                put_parts(store, key, pieces(), most_nbytes=99 * MIB, part_nbytes=self.part_nbytes)
+            assert caught.value.code == "digest"
+        assert store.get("old") == b"old"
+        with pytest.raises(NotFoundError):
+            store.head("new")
+        assert keys_of(store) == ["old"]
 
     def test_put_takes_any_buffer(self, store: Store) -> None:
         values: tuple[Buffer, ...] = (b"abc", bytearray(b"abc"), memoryview(b"xabcx")[1:4])

@@ -28,7 +28,7 @@ def test_what_the_store_acknowledged_survives_its_crash(durable_radosgw: Radosgw
     for number in range(20):
         store.put(f"k{number:02d}", bytes([number]) * 10_000)
     data = bytes(range(256)) * 50_000
-    store.put_parts("big", memoryview(data), part_nbytes=5 << 20, concurrency=2)
+    store.put_parts("big", [data], most_nbytes=len(data), part_nbytes=5 << 20, concurrency=2)
     assert commit_put(store, "manifest", b"by one", b"one")
     durable_radosgw.kill()
     with pytest.raises(UnavailableError):

@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.errors import CkptError, ConflictError, InvalidInputError, NotFoundError, UnavailableError
+from ckpt.errors import (
+    CkptError,
+    ConflictError,
+    CorruptError,
+    InvalidInputError,
+    NotFoundError,
+    UnavailableError,
+)
 from ckpt.storage.base import Store
 from ckpt.storage.conditional import commit_put
 from ckpt.storage.open import open_store
@@ -112,7 +119,7 @@ def test_hiccups_are_ridden_out(s3_server: Ministack, proxy: FaultProxy, bucket:
         return (None, None, 503, None, None, "reset")[count["n"] % 6]
 
     proxy.fault = every_third
-    store.put_parts("big", memoryview(data), part_nbytes=5 * MIB, concurrency=2)
+    store.put_parts("big", [data], most_nbytes=len(data), part_nbytes=5 * MIB, concurrency=2)
     for start in range(0, len(data), 4 * MIB):
         nbytes = min(4 * MIB, len(data) - start)
         assert store.get_range("big", start, nbytes) == data[start : start + nbytes]
@@ -150,9 +157,25 @@ def test_a_failed_upload_leaves_no_object(
     store = through(proxy, s3_server, scheme, bucket)
     proxy.fault = lambda _method, path: 503 if "partNumber=2" in path else None
     with pytest.raises(UnavailableError):
-        store.put_parts("big", memoryview(bytes(11 * MIB)), part_nbytes=5 * MIB, concurrency=2)
+        store.put_parts("big", [bytes(11 * MIB)], most_nbytes=11 * MIB, part_nbytes=5 * MIB, concurrency=2)
     with pytest.raises(NotFoundError):
         store.head("big")
+    assert any(method == "DELETE" for method, _path in proxy.requests), "the parts were not given up"
+
+
+@ENGINES
+def test_pieces_that_fail_leave_no_parts_behind(
+    s3_server: Ministack, proxy: FaultProxy, bucket: str, scheme: str
+) -> None:
+    store = through(proxy, s3_server, scheme, bucket)
+
+    def pieces() -> Iterator[bytes]:
+        yield bytes(11 * MIB)
+        raise CorruptError("damaged", code="digest")
+
+    with pytest.raises(CorruptError):
+        store.put_parts("big", pieces(), most_nbytes=99 * MIB, part_nbytes=5 * MIB, concurrency=2)
+    assert any("partNumber=2" in path for _method, path in proxy.requests), "nothing was sent before"
     assert any(method == "DELETE" for method, _path in proxy.requests), "the parts were not given up"
 
 

@@ -52,9 +52,9 @@ class DyingStore(CountingStore):
         if dies:
             raise Killed
 
-    def put_parts(self, key: str, data: memoryview, *, part_nbytes: int, concurrency: int) -> None:
+    def put_parts(self, key: str, pieces: Iterable[Buffer], **sizes: int) -> None:
         dies = self._dies()
-        super().put_parts(key, data, part_nbytes=part_nbytes, concurrency=concurrency)
+        super().put_parts(key, pieces, **sizes)
         if dies:
             raise Killed
 

@@ -119,9 +119,9 @@ class CountingStore:
         self._count("put_new")
         self.inner.put_new(key, data)
 
-    def put_parts(self, key: str, data: memoryview, *, part_nbytes: int, concurrency: int) -> None:
+    def put_parts(self, key: str, pieces: Iterable[Buffer], **sizes: int) -> None:
         self._count("put_parts")
-        self.inner.put_parts(key, data, part_nbytes=part_nbytes, concurrency=concurrency)
+        self.inner.put_parts(key, pieces, **sizes)
 
     def get(self, key: str) -> bytes:
         data = self.inner.get(key)
@@ -304,7 +304,7 @@ def _write_segment(
             table.offsets.append(len(body))
             table.stored_nbytes.append(len(stored))
         body += stored
-    store.put_parts(key, memoryview(body), part_nbytes=CHUNK_NBYTES, concurrency=1)
+    store.put_parts(key, [body], most_nbytes=len(body), part_nbytes=CHUNK_NBYTES, concurrency=1)
 
 
 def build_group_indexes(store: Store, *, world_size: int, group_size: int, tensors: int) -> CheckpointId:
