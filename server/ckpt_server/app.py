@@ -26,6 +26,7 @@ from ckpt_server.health import Health
 from ckpt_server.intake import Intake
 from ckpt_server.interceptors import Activity, AuthInterceptor, ErrorInterceptor
 from ckpt_server.lock import write_server_file
+from ckpt_server.metrics import Metrics
 from ckpt_server.peer_service import PeerService
 from ckpt_server.pipeline import Pipeline
 from ckpt_server.restore_service import RestoreService
@@ -73,6 +74,7 @@ class App:
         self._runs = Runs(self._staging, workers=settings.upload_concurrency, clock=self._clock)
         self._pipeline = Pipeline(self._staging, self._table, settings, self._clock)
         self._intake = Intake(self._staging, self._runs, self._table, self._pipeline, self._clock)
+        self._metrics = Metrics(settings, self._staging, self._runs, self._table, self._clock)
         self._pool = ThreadPoolExecutor(_RPC_THREADS, thread_name_prefix="ckpt-rpc")
         self._leave = threading.Event()
         self._scanner = threading.Thread(target=self._scan_loop, name="ckpt-scan", daemon=True)
@@ -84,6 +86,7 @@ class App:
     def start(self) -> None:
         """Find pending work, bind, serve, and write server.json. Raises CkptError."""
         self._staging.ensure()
+        metrics = self._metrics.start()
         self._scan()
         servers = self._make_servers()
         listen = self._bind(*servers)
@@ -95,7 +98,9 @@ class App:
         if self._settings.peer_listen is not None:
             target = advertised(self._settings, listen[-1])
             self._peer_file = write_peer_file(self._staging, target=target, domain=self._settings.domain)
-        self._server_file = write_server_file(self._staging, version=__version__, listen=listen)
+        self._server_file = write_server_file(
+            self._staging, version=__version__, listen=listen, metrics=metrics
+        )
         event(
             _log,
             logging.INFO,
@@ -137,6 +142,7 @@ class App:
         for end in ends:
             end.wait(5.0)
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._metrics.stop()
         event(_log, logging.INFO, "server.stopped", clean=ended)
         return ended
 

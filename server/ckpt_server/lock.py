@@ -54,13 +54,16 @@ def has_server_file(staging: StagingDir) -> bool:
     return _server_file(staging).is_file()
 
 
-def write_server_file(staging: StagingDir, *, version: str, listen: Sequence[str]) -> Path:
+def write_server_file(
+    staging: StagingDir, *, version: str, listen: Sequence[str], metrics: str | None = None
+) -> Path:
     """Write ``server.json``: the server is ready and this is how to reach it."""
     path = _server_file(staging)
     body = {
         "pid": os.getpid(),
         "target": staging.socket_target(),
         "listen": list(listen),
+        "metrics": metrics,
         "version": version,
     }
     write_durably(path, json.dumps(body).encode())

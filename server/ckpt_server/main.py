@@ -122,6 +122,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         tls_key=options.tls_key,
         token=_token(options),
         insecure=options.insecure,
+        metrics_listen=options.metrics_listen or None,
         keep_local=options.keep_local,
         upload_concurrency=options.upload_concurrency,
         part_nbytes=options.part_mib * 1024 * 1024,
@@ -173,6 +174,12 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         default=os.environ.get("CKPT_INSECURE") == "1",
         help="TCP without TLS and token; loopback addresses only",
+    )
+    add(
+        "--metrics-listen",
+        default=os.environ.get("CKPT_METRICS_LISTEN"),
+        metavar="HOST:PORT",
+        help="serve Prometheus metrics over HTTP there",
     )
     add("--keep-local", type=int, default=2, metavar="K", help="newest committed steps kept on NVMe")
     add("--upload-concurrency", type=int, default=4, metavar="N", help="segments at once, parts in flight")

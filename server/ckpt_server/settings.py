@@ -43,6 +43,8 @@ class Settings:
         peer_linger_s: embedded, with replicas here or elsewhere: stay so long after the last call, unless the
             run was ended in order.
         replica_quota_nbytes: most bytes of other nodes' replicas kept here; 0: as the disk has room.
+        metrics_listen: ``host:port`` that serves Prometheus metrics over HTTP (HTTPS with ``tls_cert``), open
+            to whoever reaches it: they tell URLs of runs and sizes, no contents; None: not served.
     """
 
     staging: Path
@@ -68,6 +70,7 @@ class Settings:
     adopt_after_s: float = 300.0
     peer_linger_s: float = 900.0
     replica_quota_nbytes: int = 0
+    metrics_listen: str | None = None
 
     def __post_init__(self) -> None:
         if self.upload_concurrency < 1 or self.part_nbytes < 1:
@@ -76,6 +79,8 @@ class Settings:
             raise InvalidInputError("--tls-cert and --tls-key go together")
         for address in self.tcp:
             self._check_address(address)
+        if self.metrics_listen is not None:
+            _split_address("--metrics-listen", self.metrics_listen)
         if self.peer_advertise is not None and self.peer_listen is None:
             raise InvalidInputError("--peer-advertise needs --peer-listen")
 
@@ -85,9 +90,7 @@ class Settings:
         return (*self.listen, self.peer_listen) if self.peer_listen else self.listen
 
     def _check_address(self, address: str) -> None:
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdigit():
-            raise InvalidInputError("--listen and --peer-listen take HOST:PORT", address=address)
+        host = _split_address("--listen and --peer-listen", address)
         if self.insecure:
             if not is_loopback(host):
                 raise InvalidInputError(
@@ -104,3 +107,11 @@ class Settings:
             )
         if len(self.token) < _MIN_TOKEN_CHARS:
             raise InvalidInputError("the token is too short", code="token", smallest=_MIN_TOKEN_CHARS)
+
+
+def _split_address(option: str, address: str) -> str:
+    """Return the host of ``host:port``. Raises InvalidInputError."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise InvalidInputError(f"{option}: give HOST:PORT", address=address)
+    return host

@@ -19,7 +19,7 @@ from ckpt_server.pipeline import Pipeline
 from ckpt_server.receiver import Receiver
 from ckpt_server.runs import Run, Runs
 from ckpt_server.settings import Settings
-from ckpt_server.steps import StepRecord, StepTable
+from ckpt_server.steps import StepRecord, StepTable, oldest_pending_s
 from ckpt_server.uploader import Segment
 
 __all__ = ["MAX_WATCHERS", "StagingService"]
@@ -100,11 +100,10 @@ class StagingService(staging_pb2_grpc.StagingServicer):
         self, request: staging_pb2.StatusRequest, context: grpc.ServicerContext
     ) -> staging_pb2.StatusResponse:
         records = self._table.records(request.run_key)
-        waiting = [record.sealed_at for record in records if record.is_owed and record.sealed_at]
         return staging_pb2.StatusResponse(
             steps=[record.to_proto() for record in records],
             server_version=self._version,
-            oldest_pending_s=max(0.0, self._clock.now() - min(waiting)) if waiting else 0.0,
+            oldest_pending_s=oldest_pending_s(records, self._clock.now()),
             embedded=self._settings.embedded,
         )
 

@@ -6,6 +6,7 @@ It is a view of the staging directory, rebuilt by a scan at every start; nothing
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from ckpt.errors import CkptError
@@ -13,7 +14,7 @@ from ckpt.format.ids import CheckpointId
 from ckpt.format.problem import error_to_info
 from ckpt_proto.v1 import common_pb2, staging_pb2
 
-__all__ = ["StepKey", "StepRecord", "StepTable"]
+__all__ = ["StepKey", "StepRecord", "StepTable", "oldest_pending_s"]
 
 StepKey = tuple[str, CheckpointId]
 
@@ -226,3 +227,11 @@ def _merge(old: StepRecord | None, seen: StepRecord, *, again: bool) -> StepReco
         state = _Status.STATE_UPLOADING if merged.is_sealed else _Status.STATE_SEALING
         return replace(merged, state=state, error=None if reopened else old.error)
     return merged
+
+
+def oldest_pending_s(records: Iterable[StepRecord], now: float) -> float:
+    """Age in seconds, at Unix time ``now``, of the oldest step sealed here that may still be committed;
+    0 if there is none.
+    """
+    waiting = [record.sealed_at for record in records if record.is_owed and record.sealed_at]
+    return max(0.0, now - min(waiting)) if waiting else 0.0
