@@ -1,81 +1,96 @@
-"""What a save costs the training thread: blocked time against one warmed copy of the same bytes.
+"""How long a save keeps the training thread: the first save of a process, and later ones.
 
-Also the honest figure: stall plus the sum of the slow-down of the steps that follow until the step is
-committed, over the ideal copy time.
+Blocked time is that of the call and of the wait before the optimizer step. It is compared with one copy of
+the same state into warm memory, made by another process in the same round; overlapped saves of ours with the
+training step, too.
 """
 
 from __future__ import annotations
 
-import statistics
-import tempfile
 import time
-from pathlib import Path
 
-import torch
+from benchmarks.contestant import Stage, Turn, contestants, rounds
+from benchmarks.options import Options
+from benchmarks.peers import SAVERS
+from benchmarks.peers.ours import Copy, Floor, Nothing
+from benchmarks.report import Report, Row
 
-from benchmarks.report import Report
-from benchmarks.training import make_training
-from ckpt_trainer_hooks import CheckpointManager
+__all__ = ["TITLES", "one_save", "run"]
 
-__all__ = ["run"]
+TITLES = [
+    title for title, peer in SAVERS.items() if peer not in (Nothing, Floor) and "committed" not in title
+]
+_BARS = {"first": "<= 1.10", "later": "<= 1.05"}
 
 
-def run(*, quick: bool, folder: Path | None) -> Report:
-    """Measure one rank with a model whose state (weights and Adam moments) is some hundred MiB."""
-    torch.set_num_threads(1)
-    width, layers = (1024, 8) if quick else (2304, 16)
-    repeats = 3 if quick else 5
-    training = make_training(width, layers)
-    model, optimizer, step = training.model, training.optimizer, training.step
-    step()
-    state = [p.detach() for p in model.parameters()]
-    state += [v for s in optimizer.state.values() for v in s.values() if v.dim()]
-    nbytes = sum(t.numel() * t.element_size() for t in state)
-    report = Report("stall", f"one rank, {nbytes >> 20} MiB in {len(state)} tensors, 1 compute thread")
-    target = [torch.zeros_like(tensor) for tensor in state]
-
-    def copy_once() -> None:
-        for a, b in zip(target, state, strict=True):
-            a.copy_(b)
-
-    with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as root:
-        for mode in ("blocking", "overlapped"):
-            _measure(report, Path(root) / mode, mode, model, optimizer, step, repeats, copy_once)
+def run(options: Options) -> Report:
+    """Processes are started anew a few times, so that there are several first saves."""
+    nbytes = options.size(quick=24 << 20, full=256 << 20)
+    starts, later = (1, 1) if options.quick else (2, options.repeats(quick=1, full=4))
+    report = Report(
+        options.name("stall"),
+        f"one rank, {nbytes >> 20} MiB state, {options.threads} compute threads, {options.place}",
+    )
+    first_turns: dict[str, list[Turn]] = {}
+    later_turns: dict[str, list[Turn]] = {}
+    with options.folder() as root:
+        titles = options.chosen(TITLES, always=[Copy.title])
+        for start in range(starts):
+            known = Report("", "") if start else report  # what is absent is said once
+            folder = root / f"start-{start}"
+            with contestants(titles, folder, known, nbytes=nbytes, threads=options.threads) as running:
+                for found, count in ((first_turns, 1), (later_turns, later)):
+                    for title, turns in rounds(running, report, count, one_save, seed=start).items():
+                        found.setdefault(title, []).extend(turns)
+    _tabulate(report, first_turns, later_turns)
     return report
 
 
-def _measure(report, root, mode, model, optimizer, step, repeats, copy_once):  # type: ignore[no-untyped-def]
-    copies, first, later, extra, idle = [], [], [], [], []
-    copy_once()  # its memory is as warm as the arena
-    with CheckpointManager(
-        root / "store" / "run", model=model, optimizer=optimizer, staging_dir=root / "staging", mode=mode
-    ) as manager:
-        manager.restore()
-        for _ in range(3):
-            step()  # the arena is pre-faulted meanwhile
-        for number in range(repeats + 1):
-            idle += [_timed(step) for _ in range(3)]
-            copies.append(_timed(copy_once))  # where a save would be: after a step, with its caches
-            step()
-            began = time.perf_counter()
-            handle = manager.save(number)
-            stall = time.perf_counter() - began
-            (later if number else first).append(stall)
-            slow = stall
-            while not handle.done():
-                slow += _timed(step) - statistics.median(idle)
-            if number:
-                extra.append(max(0.0, slow))
-    base = report.add(f"{mode}: training step while nothing is saved", idle)
-    copy = report.add(f"{mode}: one warmed copy, between the saves", copies, note="the limit")
-    report.add(f"{mode}: first save blocks", first, over=copy)
-    report.add(f"{mode}: later saves block", later, over=copy)
-    if mode == "overlapped":
-        report.add("overlapped: later saves block", later, over=base)
-    report.add(f"{mode}: stall and slow-down until committed", extra, over=copy, note="file:// store")
+def _tabulate(report: Report, first: dict[str, list[Turn]], later: dict[str, list[Turn]]) -> None:
+    copy = report.add("one warmed copy", _stalls(later.pop(Copy.title)), note="the limit of a blocking save")
+    first.pop(Copy.title)
+    step = report.add("training step", [t.value["step_s"] for turns in later.values() for t in turns])
+    for title in later:
+        for which, turns in (("first", first[title]), ("later", later[title])):
+            _add(
+                report,
+                f"{title}: {which}",
+                turns,
+                copy,
+                bar=_BARS[which] if "ckpt, blocking" in title else "",
+            )
+        if "ckpt, overlapped" in title:
+            _add(report, f"{title}: later, of a step", later[title], step, bar="<= 0.01")
 
 
-def _timed(work) -> float:  # type: ignore[no-untyped-def]
+def _add(report: Report, what: str, turns: list[Turn], over: Row, *, bar: str) -> None:
+    foreign = max(turn.cost.foreign for turn in turns)
+    report.add(what, _stalls(turns), over=over, bar=bar, foreign=foreign)
+
+
+def _stalls(turns: list[Turn]) -> list[float]:
+    return [turn.value["stall_s"] for turn in turns]
+
+
+def one_save(stage: Stage) -> dict[str, float]:
+    """Train a little, save, train until the save is complete; seconds of stall and of a step without."""
+    training, peer = stage.training, stage.peer
+    steps = []
+    for _ in range(2):
+        began = time.perf_counter()
+        training.step()
+        steps.append(time.perf_counter() - began)
+    path = stage.new_path()
     began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
+    peer.save(path)
+    stall = time.perf_counter() - began
+    is_done = False
+    while not is_done:
+        training.forward_backward()
+        began = time.perf_counter()
+        peer.before_update()
+        stall += time.perf_counter() - began
+        training.update()
+        is_done = peer.done()
+    peer.discard(path)
+    return {"stall_s": stall, "step_s": min(steps)}
