@@ -33,6 +33,7 @@ __all__ = [
     "check_groups",
     "check_layouts",
     "check_manifest",
+    "check_segments",
     "layout_digests",
     "merged_references",
     "raise_first",
@@ -61,7 +62,7 @@ def check_groups(ident: CheckpointId, summaries: Summaries) -> list[CkptError]:
     problems: list[CkptError] = []
     for group in groups:
         problems += _identity_problems(group, _identity(group.header), expected)
-    problems += _check_segments(ident, summaries)
+    problems += check_segments(ident, summaries)
     problems += _check_ranks(ident, summaries, first.world_size)
     return problems
 
@@ -138,7 +139,7 @@ def _check_ranks(ident: CheckpointId, summaries: Summaries, world_size: int) -> 
     return problems
 
 
-def _check_segments(ident: CheckpointId, summaries: Summaries) -> list[CkptError]:
+def check_segments(ident: CheckpointId, summaries: Summaries) -> list[CkptError]:
     """Check G3: one comparison per property over all segments; only what is wrong is looked at singly."""
     segments = summaries.segments
     offsets = np.array([segment.index_offset for segment in segments], dtype=np.uint64)

@@ -24,6 +24,7 @@ __all__ = [
     "PINS",
     "attempt_key",
     "checkpoint_of_data_key",
+    "checkpoint_of_index_key",
     "data_prefix",
     "group_key",
     "index_prefix",
@@ -57,6 +58,7 @@ PINS = "pins/"
 _MANIFEST = re.compile(r"manifests/\d{18}\.(\d{12}\.a\d{6})\.pb")
 _ATTEMPT = re.compile(r"attempts/\d{6}\.(\d{6})\.json")
 _GROUP = re.compile(r"index/(\d{12}\.a\d{6})/group-(\d{5})-of-(\d{5})\.pb")
+_INDEX = re.compile(r"index/(\d{12}\.a\d{6})/(?:group|mark)-\d{5}-of-\d{5}\..+")
 _GROUP_NAME = re.compile(r"group-(\d{5})-of-(\d{5})\.pb")
 _DATA = re.compile(r"data/[0-9a-f]{2}/(\d{12}\.a\d{6})/.+")
 _PIN = re.compile(r"pins/(\d{12}\.a\d{6})")
@@ -106,6 +108,12 @@ def parse_group_name(name: str) -> tuple[int, int] | None:
     """Return (group, count) of a key without its :func:`index_prefix`, or None for a foreign one."""
     match = _GROUP_NAME.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
+
+
+def checkpoint_of_index_key(key: str) -> CheckpointId | None:
+    """Return the checkpoint whose group index or mark is at ``key``, or None for a foreign key."""
+    match = _INDEX.fullmatch(key)
+    return CheckpointId.parse(match[1]) if match else None
 
 
 def segment_key(ident: CheckpointId, rank: int) -> str:

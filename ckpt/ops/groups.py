@@ -9,6 +9,7 @@ from ckpt.digest import digest
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.format.envelope import HEAD_NBYTES, Kind, envelope_nbytes, open_envelope, seal_message
 from ckpt.format.ids import CheckpointId
+from ckpt.format.invariants import check_segments, raise_first
 from ckpt.format.keys import group_key, index_prefix, layout_key, parse_group_name
 from ckpt.format.layout import LayoutSet
 from ckpt.format.manifest import (
@@ -18,6 +19,8 @@ from ckpt.format.manifest import (
     open_segment_index,
     parse_group_index,
 )
+from ckpt.format.marks import MARKS_FROM, GroupMark, mark_key
+from ckpt.format.summaries import Summaries
 from ckpt.ops.threads import map_in_threads
 from ckpt.storage.base import ObjectInfo, Store
 from ckpt_proto.v1 import disk_pb2
@@ -70,7 +73,7 @@ def put_group_index(store: Store, segments: Sequence[disk_pb2.SegmentIndex]) -> 
     """Store the group index of ``segments`` and return its key. Blocks on the store.
 
     Call it only when the object of every segment and every layout it names is complete: a group index in the
-    store says so. Putting the same segments again changes nothing and sends nothing.
+    store says so. Putting the same segments again changes nothing. Of many groups each gets a mark.
 
     Args:
         segments: of every rank of the group, ascending, with the chunk tables as the store has them.
@@ -81,8 +84,17 @@ def put_group_index(store: Store, segments: Sequence[disk_pb2.SegmentIndex]) -> 
     header = group_header(segments)
     ident = CheckpointId.from_proto(header.id)
     key = group_key(ident, header.group.index, header.group.count)
-    _put_once(store, key, encode_group_index(header, segments))
+    data = encode_group_index(header, segments)
+    _put_once(store, key, data)
+    if header.group.count >= MARKS_FROM and not any(segment.HasField("audit") for segment in segments):
+        # An audited snapshot has none: its digests are in the headers, which must be read to compare them.
+        _put_mark(store, ident, parse_group_index(data, key=key))
     return key
+
+
+def _put_mark(store: Store, ident: CheckpointId, group: GroupIndex) -> None:
+    raise_first(check_segments(ident, Summaries.of([group])))  # whoever reads the mark relies on G3
+    store.put(mark_key(ident, GroupMark.of(group)), b"")
 
 
 def _put_once(store: Store, key: str, data: bytes) -> None:
@@ -102,7 +114,7 @@ def list_groups(store: Store, ident: CheckpointId) -> GroupListing:
     objects: dict[int, ObjectInfo] = {}
     counts = set()
     prefix = index_prefix(ident)
-    for info in store.list_keys(prefix):
+    for info in store.list_keys(prefix + "group-"):
         parsed = parse_group_name(info.key[len(prefix) :])
         if parsed is None:
             continue

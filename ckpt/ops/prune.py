@@ -181,7 +181,7 @@ def _delete_one(store: Store, ident: CheckpointId, *, keep_data: bool, dry_run: 
         event(_log, logging.WARNING, "prune.damaged_manifest", checkpoint=ident, reason=error)
         world_size = 0
     published = [manifest_key(ident)]
-    index = [info.key for info in store.list_keys(index_prefix(ident))]
+    index = sorted((info.key for info in store.list_keys(index_prefix(ident))), reverse=True)  # marks first
     data = [] if keep_data else [segment_key(ident, rank) for rank in range(world_size)]
     if not dry_run:
         store.delete(published)  # first: from here on nobody is offered a checkpoint that is falling apart

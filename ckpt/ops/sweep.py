@@ -10,7 +10,7 @@ from ckpt.clock import Clock, SystemClock
 from ckpt.errors import InvalidInputError
 from ckpt.events import event, get_logger
 from ckpt.format.ids import CheckpointId
-from ckpt.format.keys import DATA, INDEX, checkpoint_of_data_key, parse_group_key
+from ckpt.format.keys import DATA, INDEX, checkpoint_of_data_key, checkpoint_of_index_key
 from ckpt.ops.attempts import newest_attempt
 from ckpt.ops.catalog import exists, list_checkpoints
 from ckpt.ops.prune import references_of_others
@@ -91,7 +91,7 @@ def sweep(
         if not is_garbage(ident) or exists(store, ident):
             continue
         if not dry_run:
-            store.delete(sorted(keys, reverse=True))  # "index/" before "data/"
+            store.delete(sorted(keys, reverse=True))  # marks, then group indexes, then segments
             event(_log, logging.INFO, "sweep.done", checkpoint=ident, objects=len(keys))
         yield Swept(ident=ident, objects=len(keys))
 
@@ -112,5 +112,4 @@ def sweep_uploads(
 
 
 def _owner(key: str) -> CheckpointId | None:
-    group = parse_group_key(key)
-    return group[0] if group else checkpoint_of_data_key(key)
+    return checkpoint_of_index_key(key) or checkpoint_of_data_key(key)

@@ -28,6 +28,7 @@ class _Space:
 
 
 _SPACE = _Space()
+_LAST = chr(0x10FFFF)  # after every key with the prefix before it
 
 
 class MemoryStore:
@@ -98,19 +99,17 @@ class MemoryStore:
 
     def list_keys(self, prefix: str, *, limit: int | None = None) -> Iterator[ObjectInfo]:
         first = self._root + prefix
-        found: list[ObjectInfo] = []
         with _SPACE.lock:
-            index = bisect.bisect_left(_SPACE.order, first)
-            while index < len(_SPACE.order) and (limit is None or len(found) < limit):
-                full = _SPACE.order[index]
-                if not full.startswith(first):
-                    break
-                value, modified_at = _SPACE.values[full]
-                found.append(
-                    ObjectInfo(key=full[len(self._root) :], nbytes=len(value), modified_at=modified_at)
-                )
-                index += 1
-        return iter(found)
+            begin = bisect.bisect_left(_SPACE.order, first)
+            end = bisect.bisect_left(_SPACE.order, first + _LAST, begin)
+            if limit is not None:
+                end = min(end, begin + limit)
+            found = [(full, *_SPACE.values[full]) for full in _SPACE.order[begin:end]]
+        start = len(self._root)
+        return (
+            ObjectInfo(key=full[start:], nbytes=len(value), modified_at=modified_at)
+            for full, value, modified_at in found
+        )
 
     def list_dirs(self, prefix: str) -> Iterator[str]:
         first = self._root + prefix

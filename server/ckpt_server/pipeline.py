@@ -173,7 +173,9 @@ class Pipeline:
                 return self._committed(run, ident, won=False)
             turn_s = turn_in_s()
             if turn_s <= 0.0:
-                result = try_commit(run.store, ident, environment=environment, clock=self._clock)
+                result = try_commit(
+                    run.store, ident, environment=environment, known=run.known_groups, clock=self._clock
+                )
                 if result.state is not CommitState.WAITING:
                     won = result.state is CommitState.COMMITTED
                     return self._committed(run, ident, won=won, warnings=result.warnings)

@@ -10,6 +10,7 @@ from ckpt.clock import Clock
 from ckpt.errors import CkptError, InvalidInputError, NotFoundError
 from ckpt.events import event, get_logger
 from ckpt.format import keys
+from ckpt.ops.known_groups import KnownGroups
 from ckpt.storage.base import Store
 from ckpt.storage.open import open_store
 from ckpt.storage.staging import RunConfig, StagingDir
@@ -32,6 +33,7 @@ class Run:
         uploads: segments on their way, ``upload_concurrency`` at once.
         control: everything short (probe, publish, commit, retention), so that the commit of one step
             never waits for the upload of the next.
+        known_groups: what commits of this run have proved already.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Run:
         self._config = config  # guarded by self._lock
         self._store: Store | None = None  # guarded by self._lock
         self._conditional: bool | None = None  # guarded by self._lock
+        self.known_groups = KnownGroups()
         self.probed = threading.Event()
 
     @property

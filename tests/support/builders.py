@@ -307,10 +307,27 @@ def _write_segment(
     store.put_parts(key, [body], most_nbytes=len(body), part_nbytes=CHUNK_NBYTES, concurrency=1)
 
 
-def build_group_indexes(store: Store, *, world_size: int, group_size: int, tensors: int) -> CheckpointId:
-    """Put the layout and all group indexes of a big job without any tensor data; return what to commit."""
-    ident = CheckpointId(1000, 1)
-    mesh = Mesh.from_ranks((world_size // 4, 4), ("dp", "tp"), range(world_size))
+def build_group_indexes(
+    store: Store,
+    *,
+    world_size: int,
+    group_size: int,
+    tensors: int,
+    step: int = 1000,
+    state_of: Callable[[int], object] = lambda _: None,
+    groups: Sequence[int] | None = None,
+) -> CheckpointId:
+    """Put the layout and all group indexes of a big job without any tensor data; return what to commit.
+
+    Args:
+        store: of the run.
+        world_size, group_size, tensors: how big.
+        step: of the checkpoint.
+        state_of: the plain state of each rank.
+        groups: which group indexes to put; all by default.
+    """
+    ident = CheckpointId(step, 1)
+    mesh = Mesh.from_ranks((max(world_size // 4, 1), min(world_size, 4)), ("dp", "tp"), range(world_size))
     layouts = LayoutSet(
         TensorLayout(
             f"layers.{i}.w", "bfloat16", (8192, 8192), mesh, (Shard(0), Shard(1) if i % 2 else Replicate())
@@ -318,24 +335,24 @@ def build_group_indexes(store: Store, *, world_size: int, group_size: int, tenso
         for i in range(tensors)
     )
     layout_digest = put_layout(store, layouts)
-    count = world_size // group_size
-    for number in range(count):
-        ranks = range(number * group_size, (number + 1) * group_size)
+    partition = group_ranks(world_size, group_size)
+    for number in range(len(partition)) if groups is None else groups:
         segments = [
             disk_pb2.SegmentIndex(
                 run="run",
                 id=ident.to_proto(),
                 rank=rank,
                 world_size=world_size,
-                group=common_pb2.NodeGroup(index=number, count=count, ranks=ranks),
+                group=common_pb2.NodeGroup(index=number, count=len(partition), ranks=partition[number]),
                 nbytes=1 << 30,
                 layout_digest=layout_digest,
                 chunks=disk_pb2.ChunkTable(
                     chunk_nbytes=8 << 20, digests=bytes(16 * 128), object_keys=[segment_key(ident, rank)]
                 ),
+                state=encode_value(state_of(rank)),
                 captured_at=1.0,
             )
-            for rank in ranks
+            for rank in partition[number]
         ]
         put_group_index(store, segments)
     return ident

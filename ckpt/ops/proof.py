@@ -1,0 +1,173 @@
+"""The proof that a commit stands on: all parts of a checkpoint are in the store and make one whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckpt.errors import CkptError, CorruptError, NotFoundError
+from ckpt.format.audit import check_replicas
+from ckpt.format.ids import CheckpointId
+from ckpt.format.invariants import (
+    check_coverage,
+    check_groups,
+    check_layouts,
+    layout_digests,
+    merged_references,
+    raise_first,
+)
+from ckpt.format.keys import MANIFESTS, parse_manifest_key
+from ckpt.format.manifest import groups_digest
+from ckpt.format.summaries import Summaries
+from ckpt.ops.attempts import first_parsed, newest_attempt
+from ckpt.ops.catalog import exists, latest, read_manifest
+from ckpt.ops.groups import put_layout, read_layout
+from ckpt.ops.verify import check_objects
+from ckpt.storage.base import Store
+from ckpt_proto.v1 import disk_pb2
+
+__all__ = ["FirstRanks", "Whole", "check_references", "is_late", "odd_states", "prove_whole", "state_ranks"]
+
+FirstRanks = Mapping[tuple[bytes, bytes], int]
+"""The lowest rank with each (layout, state) pair of digests, ascending by that rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """What is known of a checkpoint whose parts make a whole; the manifest is made of it.
+
+    Attributes:
+        first: header of group 0.
+        groups_digest, layout_digest, tensor_count, nbytes, has_explicit_boxes, references, state_ranks: as
+            in the manifest.
+        warnings: oddities that do not stop a commit.
+    """
+
+    first: disk_pb2.GroupHeader
+    groups_digest: bytes
+    layout_digest: bytes
+    tensor_count: int
+    nbytes: int
+    has_explicit_boxes: bool
+    references: tuple[CheckpointId, ...]
+    state_ranks: tuple[int, ...]
+    warnings: tuple[CkptError, ...] = ()
+
+
+def prove_whole(store: Store, ident: CheckpointId, summaries: Summaries) -> Whole:
+    """Check G1 to G5, the replica audit and references. The merged layout is in the store afterwards.
+
+    Args:
+        store: of the run.
+        ident: which checkpoint.
+        summaries: of all its groups, in order.
+
+    Raises:
+        CorruptError: the parts do not make a whole.
+        UnavailableError: the store cannot be reached.
+    """
+    raise_first(check_groups(ident, summaries))
+    used = layout_digests(summaries)
+    layouts = {key: read_layout(store, key) for key in used}
+    merged, problems = check_layouts(used, layouts)
+    raise_first(problems)
+    raise_first(check_coverage(merged, used, layouts))
+    first = summaries.groups[0].header
+    raise_first(check_replicas(summaries.segments, layouts, world_size=first.world_size))
+    references = merged_references(summaries)
+    raise_first(check_references(store, ident, references))
+    if is_late(store, ident):
+        # Only what is overtaken may be swept, so only there can complete group indexes outlive segments.
+        raise_first(check_objects(store, summaries.groups))
+    if merged.digest not in layouts:
+        put_layout(store, merged)
+    pairs = summaries.first_ranks()
+    return Whole(
+        first=first,
+        groups_digest=groups_digest(summaries.groups),
+        layout_digest=merged.digest,
+        tensor_count=len(merged),
+        nbytes=sum(summaries.nbytes),
+        has_explicit_boxes=summaries.has_explicit_boxes,
+        references=tuple(references),
+        state_ranks=state_ranks(pairs),
+        warnings=tuple(_state_warnings(ident, summaries, pairs)),
+    )
+
+
+def is_late(store: Store, ident: CheckpointId) -> bool:
+    """Whether something newer exists: a newer attempt, or a higher step of this one."""
+    newest = first_parsed(store, MANIFESTS, parse_manifest_key)
+    if newest is not None and (newest[0].attempt, newest[0].step) > (ident.attempt, ident.step):
+        return True
+    return (newest_attempt(store) or 0) > ident.attempt
+
+
+def check_references(
+    store: Store, ident: CheckpointId, references: Sequence[CheckpointId]
+) -> list[CkptError]:
+    """Check that the data this checkpoint borrows from older ones was not pruned meanwhile."""
+    gone = [other for other in references if not exists(store, other)]
+    if not gone:
+        return []
+    # Pruned, but its data stay as long as a checkpoint that exists needs them.
+    newest = latest(store)
+    held: set[CheckpointId] = set()
+    if newest is not None:
+        try:
+            held = {CheckpointId.from_proto(other) for other in read_manifest(store, newest).references}
+        except NotFoundError:
+            held = set()
+    return [
+        CorruptError(
+            "chunks lie in the objects of a checkpoint that was pruned meanwhile",
+            code="reference-gone",
+            checkpoint=ident,
+            reference=other,
+        )
+        for other in gone
+        if other not in held
+    ]
+
+
+def state_ranks(pairs: FirstRanks) -> tuple[int, ...]:
+    """Return the ranks that hold parts of the plain state; empty where rank 0 holds it all.
+
+    A rank adds a part where both its tensors and its plain state are unlike those of every rank before it.
+    Replicas (same tensors) add nothing, even where their state differs, which is a warning; nor do ranks that
+    only have a data loader's tensors of their own.
+    """
+    layouts: set[bytes] = set()
+    states: set[bytes] = set()
+    found = []
+    for (layout, state), rank in pairs.items():
+        if layout not in layouts and state not in states:
+            found.append(rank)
+        layouts.add(layout)
+        states.add(state)
+    return tuple(found) if found != [0] else ()
+
+
+def odd_states(pairs: FirstRanks) -> set[tuple[bytes, bytes]]:
+    """Return the (layout, state) pairs whose state is not that of the lowest rank with the layout."""
+    first: dict[bytes, bytes] = {}
+    return {(layout, state) for layout, state in pairs if state and first.setdefault(layout, state) != state}
+
+
+def _state_warnings(ident: CheckpointId, summaries: Summaries, pairs: FirstRanks) -> list[CkptError]:
+    """Name replicas whose common state differs: a restore uses that of the lowest rank."""
+    odd = odd_states(pairs)
+    if not odd:
+        return []
+    columns = zip(summaries.layouts, summaries.states, summaries.ranks.tolist(), strict=True)
+    other = sorted(rank for layout, state, rank in columns if (layout, state) in odd)
+    shown = ", ".join(map(str, other[:8])) + (", ..." if len(other) > 8 else "")
+    return [
+        CkptError(
+            "plain state differs between replicas; a restore uses that of the lowest rank",
+            code="state-differs",
+            checkpoint=ident,
+            ranks=shown,
+            total=len(other),
+        )
+    ]
