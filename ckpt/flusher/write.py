@@ -17,6 +17,7 @@ from ckpt.format.ids import CheckpointId
 from ckpt.format.segment import CHUNK_NBYTES
 from ckpt.storage.direct import DirectFile, write_chunks
 from ckpt.storage.durable import fsync_dir
+from ckpt.storage.spares import is_ours_alone, take_spare
 from ckpt.storage.staging import StagingDir, os_errors
 from ckpt_proto.v1 import disk_pb2, flusher_pb2
 
@@ -67,6 +68,7 @@ def seal_segment(
         return _confirm(staging, run_key, index, ident)
     with os_errors("a segment cannot be written", path=tmp), contextlib.ExitStack() as stack:
         stack.callback(_remove_quietly, tmp)  # no debris, whatever happens; after the rename it is gone
+        take_spare(staging, run_key, flush.rank, tmp)
         file = stack.enter_context(_open_alone(tmp))
         report = write_chunks(file, arena, flush.segment_nbytes, chunk_nbytes=CHUNK_NBYTES, threads=threads)
         index.chunks.CopyFrom(disk_pb2.ChunkTable(chunk_nbytes=CHUNK_NBYTES, digests=report.digests))
@@ -131,18 +133,20 @@ def _confirm(staging: StagingDir, run_key: str, index: disk_pb2.SegmentIndex, id
 
 
 def _open_alone(tmp: Path) -> DirectFile:
-    """Open the unfinished file of a segment under a lock that tells the living from debris."""
+    """Open the unfinished file of a segment, new or a spare, under a lock that tells the live from debris."""
     while True:
         file = DirectFile(tmp, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fd), tmp.stat()):
-                    return file
+                    if is_ours_alone(file.fd) or not os.fstat(file.fd).st_size:
+                        return file
+                    tmp.unlink()  # a spare that somebody still reads
         except BaseException:
             file.close()
             raise
-        file.close()  # swept between open and lock; make a new one
+        file.close()  # swept between open and lock, or to be left alone; make a new one
 
 
 def _remove_quietly(tmp: Path) -> None:

@@ -363,6 +363,14 @@ class StagingDir:
         with os_errors("the committed marker cannot be looked for", path=path):
             return path.is_file()
 
+    def unseal(self, run_key: str, ident: CheckpointId) -> None:
+        """Remove the sealed markers of a checkpoint, durably, so that its segments may change or go (SD1)."""
+        path = self.checkpoint_dir(run_key, ident)
+        with os_errors("a checkpoint cannot be unsealed", path=path):
+            for rank in self.sealed_ranks(run_key, ident):
+                self.index_path(run_key, ident, rank).unlink(missing_ok=True)
+            fsync_dir(path)
+
     def remove_checkpoint(self, run_key: str, ident: CheckpointId) -> None:
         """Delete the folder of a checkpoint. One that is not there is no error.
 
@@ -373,9 +381,7 @@ class StagingDir:
         with os_errors("the folder of a checkpoint cannot be removed", path=path):
             if not path.is_dir():
                 return
-            for rank in self.sealed_ranks(run_key, ident):
-                self.index_path(run_key, ident, rank).unlink(missing_ok=True)
-            fsync_dir(path)
+            self.unseal(run_key, ident)
             shutil.rmtree(path)
             fsync_dir(path.parent)
 

@@ -17,6 +17,7 @@ from ckpt.errors import CkptError, UnavailableError
 from ckpt.events import event, get_logger
 from ckpt.rpc.channel import MAX_MESSAGE_NBYTES
 from ckpt.storage.peerfile import write_peer_file
+from ckpt.storage.spares import drop_spares
 from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import catalog_pb2_grpc, peer_pb2_grpc, restore_pb2_grpc, staging_pb2_grpc
 from ckpt_server.bulk_service import bulk_handlers
@@ -119,6 +120,7 @@ class App:
         while not self._leave.wait(_LOOK_S):
             reason = self._done_reason() if self._settings.embedded else None
             if reason is not None:
+                self._drop_spares()
                 event(_log, logging.INFO, "server.leaving", reason=reason)
                 return reason
         return "signal"
@@ -218,6 +220,11 @@ class App:
     def _scan_loop(self) -> None:
         while not self._leave.wait(self._settings.scan_interval_s):
             self._scan()
+
+    def _drop_spares(self) -> None:
+        """No trainer is left to overwrite them, and after this no server to remove them."""
+        for run in self._runs.all():
+            drop_spares(self._staging, run.key)
 
     def _done_reason(self) -> str | None:
         """Embedded: why to leave now, or None."""

@@ -8,6 +8,7 @@ from ckpt.events import event, get_logger
 from ckpt.format.ids import CheckpointId
 from ckpt.ops.prune import execute_prune, plan_retention
 from ckpt.plan.retention import newest_first
+from ckpt.storage.spares import drop_spares, retire_checkpoint, spare_nbytes
 from ckpt.storage.staging import StagingDir, os_errors
 from ckpt_proto.v1 import staging_pb2
 from ckpt_server.runs import Run
@@ -22,6 +23,8 @@ _Status = staging_pb2.StepStatus
 _REMEMBERED = 256
 # Beside the next save, bytes: indexes, markers and what else the disk holds.
 _HEADROOM_NBYTES = 64 * 1024 * 1024
+# A spare segment that was not overwritten for so long is given back, seconds: the run has ended.
+_SPARE_AGE_S = 3600.0
 
 
 def overtaken(ident: CheckpointId, committed: list[CheckpointId]) -> bool:
@@ -40,7 +43,8 @@ def retain_local(
     A step that is sealed here and not committed is never deleted, unless it is older than ``grace_s``
     and overtaken, and either a rank of this node never sealed it, or all this node owed it is in the store.
     Where the next save would not fit into ``free_nbytes``, only the newest committed step stays: a save that
-    fails is worse than a restart that reads from the store.
+    fails is worse than a restart that reads from the store. The segments of a committed step become spares
+    (see ckpt.storage.spares) where there is room.
 
     Returns:
         What was deleted.
@@ -48,6 +52,7 @@ def retain_local(
     Raises:
         UnavailableError: the staging directory cannot be read or changed.
     """
+    free_nbytes += spare_nbytes(staging, run.key)  # the next save overwrites them
     here = staging.checkpoints(run.key)
     committed = newest_first([ident for ident in here if staging.is_committed(run.key, ident)])
     gone = committed[_keep_count(run, table, free_nbytes) :]
@@ -60,19 +65,29 @@ def retain_local(
             event(_log, logging.WARNING, "step.abandoned", run=run.key, checkpoint=ident)
             table.update(run.key, ident, state=_Status.STATE_ABANDONED)
             gone.append(ident)
+    has_room = free_nbytes >= _next_save_nbytes(run, table)
     for ident in gone:
-        staging.remove_checkpoint(run.key, ident)
+        if has_room and ident in committed:
+            retire_checkpoint(staging, run.key, ident)
+        else:
+            staging.remove_checkpoint(run.key, ident)
         event(_log, logging.INFO, "retain.local", run=run.key, checkpoint=ident)
+    drop_spares(staging, run.key, unused_since=now - _SPARE_AGE_S if has_room else None)
     _forget_old(table, run.key, set(here) - set(gone))
     return gone
 
 
+def _next_save_nbytes(run: Run, table: StepTable) -> int:
+    largest = max((sum(record.nbytes.values()) for record in table.records(run.key)), default=0)
+    return largest + _HEADROOM_NBYTES
+
+
 def _keep_count(run: Run, table: StepTable, free_nbytes: int) -> int:
     wanted = max(1, run.config.keep_local)
-    largest = max((sum(record.nbytes.values()) for record in table.records(run.key)), default=0)
-    if wanted == 1 or free_nbytes >= largest + _HEADROOM_NBYTES:
+    needed = _next_save_nbytes(run, table)
+    if wanted == 1 or free_nbytes >= needed:
         return wanted
-    event(_log, logging.WARNING, "retain.low_space", run=run.key, free=free_nbytes, next_save=largest)
+    event(_log, logging.WARNING, "retain.low_space", run=run.key, free=free_nbytes, next_save=needed)
     return 1
 
 

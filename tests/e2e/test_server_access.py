@@ -19,6 +19,7 @@ from ckpt.errors import (
 )
 from ckpt.format.ids import CheckpointId
 from ckpt.rpc.channel import open_channel
+from ckpt.storage.spares import spare_path
 from tests.support.faultproxy import FaultProxy
 from tests.support.s3 import Ministack
 from tests.support.sealing import make_world, seal
@@ -111,9 +112,13 @@ def test_embedded_server_leaves_when_it_is_done(tmp_path: Path, url: str) -> Non
             assert client.status().embedded
         for rank in range(world.size):
             seal(server.staging, run_key, ID, world, rank)
+        spare = spare_path(server.staging, run_key, 0)
+        spare.parent.mkdir()
+        spare.write_bytes(b"of a step that was retired")
         assert server.process is not None
         assert server.process.wait(20) == 0
         assert server.staging.is_committed(run_key, ID)
+        assert not spare.exists()  # nobody is left to overwrite it, or to remove it later
 
 
 def test_embedded_server_stays_for_its_trainer_and_for_a_later_one(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from ckpt.clock import SystemClock
 from ckpt.errors import CkptError, InvalidInputError, UnavailableError
 from ckpt.format.ids import CheckpointId
 from ckpt.geometry import Box
+from ckpt.storage.spares import spare_path
 from ckpt.storage.staging import RunConfig, StagingDir
 from ckpt_proto.v1 import common_pb2, staging_pb2
 from ckpt_server.restore_service import row_blocks
@@ -236,6 +237,36 @@ def test_local_retention_gives_way_when_the_next_save_would_not_fit(tmp_path: Pa
     assert roomy == [CheckpointId(10, 1)]
     assert tight == [CheckpointId(30, 1), CheckpointId(20, 1)]
     assert staging.checkpoints(run.key) == [CheckpointId(40, 1)]
+
+
+def with_segments(staging: StagingDir, run: Run) -> None:
+    for ident in staging.checkpoints(run.key):
+        staging.segment_path(run.key, ident, 0).write_bytes(b"%d" % ident.step)
+        staging.index_path(run.key, ident, 0).write_bytes(b"sealed")
+
+
+def test_segment_of_a_retired_step_is_kept_to_be_overwritten_where_there_is_room(tmp_path: Path) -> None:
+    staging, run, table = committed_run(tmp_path, (10, 20, 30, 40))
+    with_segments(staging, run)
+    spare = spare_path(staging, run.key, 0)
+    retain_local(staging, run, table, now=time.time(), grace_s=0.0, free_nbytes=2 << 30)
+    assert spare.read_bytes() == b"10"
+
+    retain_local(staging, run, table, now=time.time() + 7200.0, grace_s=0.0, free_nbytes=2 << 30)
+    assert not spare.exists()  # of a run that has ended
+
+
+def test_spare_counts_as_room_and_goes_first_where_there_is_none(tmp_path: Path) -> None:
+    staging, run, table = committed_run(tmp_path, (20, 30, 40))
+    with_segments(staging, run)
+    spare = spare_path(staging, run.key, 0)
+    spare.parent.mkdir()
+    os.truncate(os.open(spare, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC), 1 << 30)
+
+    assert retain_local(staging, run, table, now=0.0, grace_s=0.0, free_nbytes=100 << 20) == []
+    assert spare.exists()
+    retain_local(staging, run, table, now=0.0, grace_s=0.0, free_nbytes=10 << 20)
+    assert not spare.exists()
 
 
 def test_what_is_not_committed_stays_however_tight_it_is(tmp_path: Path) -> None:

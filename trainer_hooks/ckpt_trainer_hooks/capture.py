@@ -62,12 +62,13 @@ class Capture:
             if not overlapped:
                 self._finished.wait()
             return
-        self._volatile.run()
+        idle = torch.get_num_threads()  # cores that training would use now and cannot: it waits for us
+        self._volatile.run(threads=idle)
         self._witness(self._volatile)
         if overlapped and self._deferred.targets:
-            on_thread(self._finish_cpu)
+            on_thread(lambda: self._finish_cpu(threads=1))
         else:
-            self._finish_cpu()
+            self._finish_cpu(threads=idle)
 
     def before_optimizer_step(self) -> None:
         """Fence: returns when parameters may change. Called on the training thread."""
@@ -105,10 +106,10 @@ class Capture:
         self._event.synchronize()
         self._conclude(None)
 
-    def _finish_cpu(self) -> None:
+    def _finish_cpu(self, *, threads: int) -> None:
         error: CkptError | None = None
         try:
-            self._deferred.run()
+            self._deferred.run(threads=threads)
             self._witness(self._deferred)
             if self._after is not None:
                 self._after()

@@ -14,6 +14,7 @@ from ckpt_proto.v1 import disk_pb2
 from ckpt_trainer_hooks.arena import Arena
 from ckpt_trainer_hooks.collector import collector_paused
 from ckpt_trainer_hooks.compat import version_of
+from ckpt_trainer_hooks.copying import copy_tensors
 from ckpt_trainer_hooks.elements import movable
 from ckpt_trainer_hooks.layout import torch_dtype
 from ckpt_trainer_hooks.state import Leaf
@@ -95,11 +96,9 @@ class Copies:
     def nbytes(self) -> int:
         return sum(target.numel() * target.element_size() for target in self.targets)
 
-    def run(self) -> None:
-        """Make the copies. Releases the GIL while bytes move; on CUDA only enqueues them."""
-        if self.targets:
-            with torch.no_grad():
-                torch._foreach_copy_(self.targets, self.sources, non_blocking=True)
+    def run(self, *, threads: int = 1) -> None:
+        """Make the copies, on so many threads. Releases the GIL meanwhile; on CUDA only enqueues them."""
+        copy_tensors(self.targets, self.sources, threads=threads)
 
     def check_unchanged(self) -> None:
         """Raise SnapshotTornError if a source was modified since the snapshot was asked for."""
