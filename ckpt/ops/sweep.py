@@ -67,14 +67,19 @@ def sweep(
     """
     check_grace(older_than_s, force=True)
     now = (clock or SystemClock()).now()
+    # Twice: the keys of what is committed already need not be kept in memory, and what is committed while
+    # the keys are listed has a manifest afterwards.
+    committed = {info.ident for info in list_checkpoints(store)}
     orphans: dict[CheckpointId, list[str]] = {}
     touched: dict[CheckpointId, float] = {}
-    for prefix in (INDEX, DATA):  # before the manifests: what is committed meanwhile has one by then
+    for prefix in (INDEX, DATA):
         for info in store.list_keys(prefix):
             ident = _owner(info.key)
-            if ident is not None:
+            if ident is not None and ident not in committed:
                 orphans.setdefault(ident, []).append(info.key)
                 touched[ident] = max(touched.get(ident, 0.0), info.modified_at)
+    if not orphans:
+        return  # the manifests need not be read
     committed = {info.ident for info in list_checkpoints(store)}
     needed = references_of_others(store, set())
     newest = newest_attempt(store) or 0

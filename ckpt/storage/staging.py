@@ -280,6 +280,14 @@ class StagingDir:
                 found.append(CheckpointId.parse(name))
         return sorted(found)
 
+    def changed_at_ns(self, run_key: str, ident: CheckpointId) -> int | None:
+        """Return when a name last came into the folder or left it, in ns; None: there is no folder."""
+        path = self.checkpoint_dir(run_key, ident)
+        with os_errors("the folder of a checkpoint cannot be looked at", path=path):
+            with contextlib.suppress(FileNotFoundError):
+                return path.stat().st_mtime_ns
+            return None
+
     def sealed_checkpoints(self, run_key: str) -> set[CheckpointId]:
         """Those of which at least one segment is sealed here."""
         return {ident for ident in self.checkpoints(run_key) if self.sealed_ranks(run_key, ident)}

@@ -16,12 +16,13 @@ from ckpt.format.ids import CheckpointId
 from ckpt.storage.staging import StagingDir, os_errors
 from ckpt_proto.v1 import common_pb2, staging_pb2
 from ckpt_server.runs import Run, Runs
-from ckpt_server.steps import StepRecord, StepTable
+from ckpt_server.steps import StepKey, StepRecord, StepTable
 
 __all__ = ["Intake", "Jobs"]
 
 _log = get_logger("server.intake")
 _Status = staging_pb2.StepStatus
+_FRESH_S = 2.0  # some file systems keep times to the second
 
 
 class Jobs(Protocol):
@@ -42,16 +43,35 @@ class Intake:
         self._jobs = jobs
         self._clock = clock
         self._reported: set[tuple[str, str]] = set()  # only the scanning thread
+        self._seen: dict[StepKey, int] = {}  # times of folders that were looked at; only the scanning thread
 
     def scan(self) -> None:
-        """Look at every run. One that cannot be read is reported and does not hide the others."""
+        """Look at every run. One that cannot be read is reported and does not hide the others.
+
+        A step whose folder did not change since it was looked at is passed over: seals, uploads and commits
+        are files that appear in it. So thousands of waiting steps cost one stat each.
+        """
+        seen: dict[StepKey, int] = {}
         for run_key in self._staging.run_keys():
             try:
                 run = self._runs.load(run_key)
                 for ident in self._staging.checkpoints(run_key):
-                    self.examine(run, ident)
+                    self._examine_changed(run, ident, seen)
             except CkptError as error:
                 self._report(run_key, error)
+        self._seen = seen  # what is gone is forgotten
+
+    def _examine_changed(self, run: Run, ident: CheckpointId, seen: dict[StepKey, int]) -> None:
+        key = (run.key, ident)
+        changed_at = self._staging.changed_at_ns(run.key, ident)  # before the look, not after
+        if changed_at is None:
+            return
+        if self._seen.get(key) != changed_at:
+            self.examine(run, ident)
+            # Two changes within a tick of the file system's clock have one time: look again at fresh ones.
+            if changed_at > (self._clock.now() - _FRESH_S) * 1e9:
+                return
+        seen[key] = changed_at
 
     def examine(self, run: Run, ident: CheckpointId, *, again: bool = False) -> StepRecord | None:
         """Look at one step and queue what it needs.
