@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import cost, persist, restore, scale, stall, tiny
+from benchmarks import catalog, cost, persist, restore, scale, stall, tiny
 from benchmarks.options import Options
 from benchmarks.report import RESULTS, Report
 
@@ -20,6 +20,7 @@ BENCHMARKS: dict[str, tuple[Callable[[Options], Report], tuple[str, ...]]] = {
     "persist": (persist.run, ("disk", "tmpfs")),
     "restore": (restore.run, ("disk", "tmpfs")),
     "tiny": (lambda options: tiny.run(quick=options.quick, folder=options.disk), ("disk",)),
+    "catalog": (catalog.run, ("disk",)),
     "scale": (lambda options: scale.run(quick=options.quick, folder=options.disk), ("disk",)),
 }
 

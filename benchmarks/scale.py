@@ -1,53 +1,102 @@
-"""What does not grow: plan and commit with the ranks, list and latest with the checkpoints."""
+"""What does not grow with the ranks: plan, commit, manifest, restore plan; the planner of DCP beside it.
+
+Ranks are simulated: group indexes with every summary a real job would have, in a store in memory, and no
+tensor data. So the times are the software's own; requests are counted, since in a real store they are what counts.
+"""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from benchmarks.report import Report
 from ckpt.clock import SystemClock
-from ckpt.format.ids import CheckpointId
 from ckpt.format.keys import manifest_key
-from ckpt.format.layout import LayoutSet, Mesh, Replicate, Shard, TensorLayout
-from ckpt.ops import catalog
+from ckpt.format.layout import LayoutSet, Mesh, Replicate, Shard, TensorLayout, owned_region
 from ckpt.ops.commit import CommitState, try_commit
+from ckpt.ops.known_groups import KnownGroups
+from ckpt.plan.read import Want, plan_read
 from ckpt.plan.save import plan_save
-from ckpt.storage.local import LocalStore
-from tests.support.builders import build_checkpoint, build_group_indexes, memory_store
+from tests.support.builders import CountingStore, build_group_indexes, memory_store
 
 __all__ = ["run"]
 
-RANKS, GROUP, TENSORS, CHECKPOINTS = 4096, 8, 300, 10_000
+RANKS = (1, 10, 100, 1000, 10_000, 100_000)
+GROUP, TENSORS = 8, 300
+DCP_LIMIT_S = 60.0
+
+T = TypeVar("T")
 
 
 def run(*, quick: bool, folder: Path | None) -> Report:
-    """Simulated ranks without tensor data; real checkpoints (tiny ones) in a directory store."""
-    ranks, checkpoints = (512, 1000) if quick else (RANKS, CHECKPOINTS)
-    report = Report("scale", f"{ranks} simulated ranks x {TENSORS} tensors; {checkpoints} checkpoints")
-    layouts = _layouts(ranks)
-    plans = []
-    for rank in (0, 1, ranks // 2, ranks - 1):
-        began = time.perf_counter()
-        plan_save(layouts.values(), rank)
-        plans.append(time.perf_counter() - began)
-    report.add("plan of one rank", plans, note="first time; later saves keep it")
-    report.add("commit", [_commit(ranks) for _ in range(3)], note="memory store; group indexes to manifest")
-    with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as root:
-        _listing(report, Path(root) / "run", checkpoints)
+    """Measure every number of ranks once (``folder`` is not used); DCP as far as it gets in a minute."""
+    del folder
+    sizes = RANKS[:4] if quick else RANKS
+    report = Report("scale", f"simulated ranks x {TENSORS} tensors, {GROUP} ranks a node; store in memory")
+    for ranks in sizes:
+        _ours(report, ranks)
+    began = time.perf_counter()
+    for ranks in sizes:
+        if not _dcp(report, ranks, DCP_LIMIT_S / (60 if quick else 1) - (time.perf_counter() - began)):
+            break
     return report
 
 
+def _ours(report: Report, ranks: int) -> None:
+    layouts, plan_s = _timed(lambda: _layouts(ranks))
+    report.add(f"layouts, {ranks} ranks", [plan_s], note="of one rank, from the list of ranks")
+    rank = ranks // 2
+    _, plan_s = _timed(lambda: plan_save(layouts.values(), rank))
+    report.add(f"save plan of one rank, {ranks} ranks", [plan_s], note="first time; later saves keep it")
+    wants = [
+        Want(name, region, number)
+        for number, (name, layout) in enumerate(_layouts(max(ranks // 2, 1)).items())
+        if (region := owned_region(layout, 0)) is not None
+    ]
+    _, plan_s = _timed(lambda: plan_read(layouts, wants))
+    report.add(f"restore plan of one rank, {ranks} ranks", [plan_s], note="onto half as many ranks")
+    _commits(report, ranks)
+
+
+def _commits(report: Report, ranks: int) -> None:
+    store, known = CountingStore(memory_store()), KnownGroups()
+    times, requests = [], []
+    for step in range(1, 5):
+        ident = build_group_indexes(
+            store,
+            world_size=ranks,
+            group_size=GROUP,
+            tensors=TENSORS,
+            step=step,
+            state_of=lambda _, s=step: s,
+        )
+        store.reset()
+        result, commit_s = _timed(lambda i=ident: try_commit(store, i, known=known, clock=SystemClock()))
+        if result.state is not CommitState.COMMITTED:
+            raise RuntimeError(f"the simulated job did not commit: {result}")
+        times.append(commit_s)
+        requests.append(store.total)
+        size = len(store.get(manifest_key(ident)))
+    report.add(f"first commit, {ranks} ranks", times[:1], note=f"{requests[0]} requests")
+    report.add(f"later commit, {ranks} ranks", times[1:], note=f"{requests[-1]} requests")
+    report.add(f"manifest, {ranks} ranks", [size], unit="bytes")
+
+
 def _layouts(ranks: int) -> LayoutSet:
-    mesh = Mesh.from_ranks((ranks // 8, 8), ("dp", "tp"), list(range(ranks)))
+    inner = 8 if ranks >= 8 and ranks % 8 == 0 else 1
+    mesh = Mesh.from_ranks((ranks // inner, inner), ("dp", "tp"), list(range(ranks)))
     return LayoutSet(
         TensorLayout(
             f"layers.{i}.w",
             "float32",
-            (8192 + i % 7, 512),
+            (131_072 + i % 7, 512),
             mesh,
             (Shard(0), Shard(1) if i % 2 else Replicate()),
         )
@@ -55,33 +104,38 @@ def _layouts(ranks: int) -> LayoutSet:
     )
 
 
-def _commit(ranks: int) -> float:
-    store = memory_store()
-    ident = build_group_indexes(store, world_size=ranks, group_size=GROUP, tensors=TENSORS)
+def _dcp(report: Report, ranks: int, left_s: float) -> bool:
+    """Time DCP's global plan, made anew from every rank's plan; False where it would not end in time.
+
+    What it takes per item is known from the size before, so that no run is started in vain.
+    """
+    before = [row.values[0] for row in report.rows if row.what.startswith("DCP global plan")]
+    if before and before[-1] * 10 * 1.5 > left_s:
+        return False
+    properties = TensorProperties(dtype=torch.float32)
+    plans = [
+        SavePlan(
+            [
+                WriteItem(
+                    index=MetadataIndex(f"layers.{i}.w", torch.Size((rank, 0)), rank),
+                    type=WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(
+                        chunk=ChunkStorageMetadata(torch.Size((rank, 0)), torch.Size((1, 512))),
+                        properties=properties,
+                        size=torch.Size((ranks, 512)),
+                    ),
+                )
+                for i in range(TENSORS)
+            ]
+        )
+        for rank in range(ranks)
+    ]
+    _, plan_s = _timed(lambda: create_default_global_save_plan(plans))
+    report.add(f"DCP global plan, {ranks} ranks", [plan_s], note="one coordinator; without gather and pickle")
+    return True
+
+
+def _timed(work: Callable[[], T]) -> tuple[T, float]:
     began = time.perf_counter()
-    result = try_commit(store, ident, clock=SystemClock())
-    elapsed = time.perf_counter() - began
-    if result.state is not CommitState.COMMITTED:
-        raise RuntimeError(f"the simulated job did not commit: {result}")
-    return elapsed
-
-
-def _listing(report: Report, root: Path, checkpoints: int) -> None:
-    store = LocalStore(root)
-    built = build_checkpoint(store, 1, world_size=1)
-    body = store.get(manifest_key(built.ident))
-    for step in range(2, checkpoints + 1):
-        (root / manifest_key(CheckpointId(step, 1))).write_bytes(body)
-    times = []
-    for _ in range(3):
-        began = time.perf_counter()
-        catalog.latest(store)
-        times.append(time.perf_counter() - began)
-    report.add("latest", times, note="two listings limited to one key")
-    times = []
-    for _ in range(3):
-        began = time.perf_counter()
-        command = [sys.executable, "-m", "ckpt.cli", "list", str(root), "--all"]
-        subprocess.run(command, check=True, capture_output=True)
-        times.append(time.perf_counter() - began)
-    report.add("ckpt list, whole process", times)
+    result = work()
+    return result, time.perf_counter() - began

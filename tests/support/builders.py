@@ -327,7 +327,8 @@ def build_group_indexes(
         groups: which group indexes to put; all by default.
     """
     ident = CheckpointId(step, 1)
-    mesh = Mesh.from_ranks((max(world_size // 4, 1), min(world_size, 4)), ("dp", "tp"), range(world_size))
+    inner = 1 if world_size % 4 else 4
+    mesh = Mesh.from_ranks((world_size // inner, inner), ("dp", "tp"), range(world_size))
     layouts = LayoutSet(
         TensorLayout(
             f"layers.{i}.w", "bfloat16", (8192, 8192), mesh, (Shard(0), Shard(1) if i % 2 else Replicate())
