@@ -1,7 +1,7 @@
 """What does not grow with the ranks: plan, commit, manifest, restore plan; the planner of DCP beside it.
 
 Ranks are simulated: group indexes with every summary a real job would have, in a store in memory, and no
-tensor data. So the times are the software's own; requests are counted, since in a real store they are what counts.
+tensor data. So the times are the software's own; requests are counted, which in a real store is what matters.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _ours(report: Report, ranks: int) -> None:
 def _commits(report: Report, ranks: int) -> None:
     store, known = CountingStore(memory_store()), KnownGroups()
     times, requests = [], []
-    for step in range(1, 5):
+    for step in range(1, 4):
         ident = build_group_indexes(
             store,
             world_size=ranks,

@@ -278,12 +278,24 @@ def test_the_sweep_takes_only_what_is_old_overtaken_and_needed_by_nobody() -> No
 
 def test_an_unreadable_manifest_stops_the_sweep_and_the_prune() -> None:
     store = filled(10, 20, 30)
+    left = build_checkpoint(store, 15, commit=False).ident
     store.put(manifest_key(ident(20)), b"junk")
     with pytest.raises(CorruptError):
         swept(store, older_than_s=0, clock=FakeClock(4e9))
     with pytest.raises(CorruptError):
         execute_prune(store, plan_deletion(store, [ident(10)]))
     assert exists(store, ident(10))
+    assert keys_of(store, left)
+
+
+def test_a_sweep_that_finds_nothing_reads_no_manifest() -> None:
+    requests = []
+    for count in (3, 30):
+        store = filled(*range(10, 10 + count))
+        store.reset()
+        assert swept(store, older_than_s=0, clock=FakeClock(4e9)) == 0
+        requests.append(store.total)
+    assert requests == [3, 3]  # manifests, index, data: a page each
 
 
 def test_a_damaged_checkpoint_can_itself_be_deleted() -> None:
