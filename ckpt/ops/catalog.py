@@ -10,9 +10,10 @@ Nothing is remembered between calls: another process may commit or prune at any 
 
 from __future__ import annotations
 
+import heapq
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -29,8 +30,10 @@ from ckpt_proto.v1 import disk_pb2
 
 __all__ = [
     "CheckpointInfo",
+    "awaited_parents",
     "candidates",
     "exists",
+    "is_on_line",
     "latest",
     "list_checkpoints",
     "list_runs",
@@ -101,12 +104,16 @@ def exists(store: Store, ident: CheckpointId) -> bool:
     return True
 
 
-def latest(store: Store) -> CheckpointId | None:
+def latest(store: Store, staged: Collection[CheckpointId] = ()) -> CheckpointId | None:
     """Return the checkpoint to resume from, or None where there is none.
 
     The number of requests does not grow with the checkpoints: the newest attempt key, the newest manifest
     key, and for an attempt that has no manifest yet its record and a look at its parent. None means that the
     run has no checkpoint, or that its newest attempt began afresh on purpose and has committed nothing yet.
+
+    Args:
+        store: of the run.
+        staged: steps that count like committed ones, because the caller can read them elsewhere.
 
     Raises:
         CorruptError: code "attempt-missing": the record that says where to resume from is gone.
@@ -114,29 +121,80 @@ def latest(store: Store) -> CheckpointId | None:
     # Attempts first: seen in the other order, an attempt that starts and commits in between would look as if
     # it had committed nothing.
     attempt = newest_attempt(store)
-    newest = first_parsed(store, MANIFESTS, parse_manifest_key)
-    if newest is None:
+    first = first_parsed(store, MANIFESTS, parse_manifest_key)
+    known = [*_of_this_run(attempt, staged), *([first[0]] if first else [])]
+    if not known:
         return None
-    ident = newest[0]
-    if attempt is None or attempt <= ident.attempt:
-        return ident
+    newest = max(known, key=lambda ident: (ident.attempt, ident.step))
+    if attempt is None or attempt <= newest.attempt:
+        return newest
     parent = _parent_of(store, attempt)
-    return next(_line_from(store, parent), None) if parent else None
+    return next(_line_from(store, parent, staged), None) if parent else None
 
 
-def candidates(store: Store) -> Iterator[CheckpointId]:
+def _of_this_run(attempt: int | None, staged: Collection[CheckpointId]) -> Iterator[CheckpointId]:
+    """Leave out steps of attempts that the run never had: what a run that was deleted left on the nodes."""
+    return (ident for ident in staged if attempt is not None and ident.attempt <= attempt)
+
+
+def candidates(store: Store, staged: Collection[CheckpointId] = ()) -> Iterator[CheckpointId]:
     """Yield ``latest``, then what to fall back to when it is damaged: back along the current line.
 
     The line goes down the steps of the latest's attempt, then on from what that attempt resumed from. It
     ends at an attempt that began afresh; checkpoints of abandoned branches are not on it.
+
+    Args:
+        store: of the run.
+        staged: as for :func:`latest`.
     """
-    start = latest(store)
+    start = latest(store, staged)
     if start is not None:
-        yield from _line_from(store, start)
+        yield from _line_from(store, start, staged)
 
 
-def _line_from(store: Store, bound: CheckpointId) -> Iterator[CheckpointId]:
-    """Yield the line back from ``bound`` (which itself may be gone).
+def is_on_line(store: Store, ident: CheckpointId) -> bool:
+    """Return whether no later start of the run went on from something that lies before ``ident``.
+
+    Raises:
+        CorruptError: code "attempt-missing".
+    """
+    attempt = newest_attempt(store) or 0
+    while attempt > ident.attempt:
+        parent = _parent_of(store, attempt)
+        if parent is None or parent.attempt < ident.attempt:
+            return False
+        if parent.attempt == ident.attempt:
+            return ident.step <= parent.step
+        attempt = parent.attempt
+    return attempt == ident.attempt
+
+
+def awaited_parents(store: Store) -> list[CheckpointId]:
+    """Return what the newest attempt resumed from before it was committed, and so on back; newest first.
+
+    (A restore may use a step that is sealed on all nodes; its commit follows.) Ends at an attempt that has
+    committed something, since from then on nobody needs the others.
+    """
+    found: list[CheckpointId] = []
+    attempt = newest_attempt(store)
+    while (
+        attempt is not None and next(_steps_below(store, CheckpointId(MAX_STEP, attempt), ()), None) is None
+    ):
+        try:
+            parent = read_attempt(store, attempt).parent
+        except NotFoundError:
+            break
+        if parent is None or exists(store, parent):
+            break
+        found.append(parent)
+        attempt = parent.attempt
+    return found
+
+
+def _line_from(
+    store: Store, bound: CheckpointId, staged: Collection[CheckpointId] = ()
+) -> Iterator[CheckpointId]:
+    """Yield the line back from ``bound`` (which itself may be gone, or may never have been committed).
 
     A lost attempt record ends the line; where that leaves it empty it is an error, because then nobody knows
     what to resume from.
@@ -144,12 +202,12 @@ def _line_from(store: Store, bound: CheckpointId) -> Iterator[CheckpointId]:
     is_empty = True
     while True:
         known = bound if exists(store, bound) else None
-        if known is not None:
+        if known is not None or bound in staged:
             is_empty = False
-            yield known
-        for ident in _steps_below(store, bound):
+            yield bound
+        for ident, is_committed in _steps_below(store, bound, staged):
             is_empty = False
-            known = ident
+            known = ident if is_committed else known
             yield ident
         try:
             parent = _parent_of(store, bound.attempt, known)
@@ -163,13 +221,20 @@ def _line_from(store: Store, bound: CheckpointId) -> Iterator[CheckpointId]:
         bound = parent
 
 
-def _steps_below(store: Store, bound: CheckpointId) -> Iterator[CheckpointId]:
+def _steps_below(
+    store: Store, bound: CheckpointId, staged: Collection[CheckpointId]
+) -> Iterator[tuple[CheckpointId, bool]]:
+    """Yield the lower steps of the attempt of ``bound``, descending, each with whether it is committed."""
     # The keys of one attempt share the six digits that stand for it.
     prefix = manifest_key(CheckpointId(MAX_STEP, bound.attempt))[: len(MANIFESTS) + 6]
-    for info in store.list_keys(prefix):
-        ident = parse_manifest_key(info.key)
-        if ident is not None and ident.step < bound.step:
-            yield ident
+    parsed = (parse_manifest_key(info.key) for info in store.list_keys(prefix))
+    committed = ((ident, True) for ident in parsed if ident is not None and ident.step < bound.step)
+    other = [(ident, False) for ident in staged if ident.attempt == bound.attempt and ident.step < bound.step]
+    last = None
+    for ident, is_committed in heapq.merge(committed, sorted(other, reverse=True), reverse=True):
+        if ident != last:  # of one that is both, the committed comes first
+            yield ident, is_committed
+        last = ident
 
 
 def _parent_of(store: Store, attempt: int, committed: CheckpointId | None = None) -> CheckpointId | None:
@@ -188,12 +253,14 @@ def _parent_of(store: Store, attempt: int, committed: CheckpointId | None = None
     return CheckpointId.from_proto(manifest.parent) if manifest.HasField("parent") else None
 
 
-def resolve(store: Store, text: str) -> CheckpointId:
+def resolve(store: Store, text: str, staged: Collection[CheckpointId] = ()) -> CheckpointId:
     """Return the committed checkpoint that ``text`` names.
 
     Args:
+        store: of the run.
         text: "latest"; a step such as "12000" (of the newest attempt that has it, which may not be the
             current line's); or a full id such as "000000012000.a000003".
+        staged: as for :func:`latest`; looked at where nothing committed fits.
 
     Raises:
         NotFoundError: code "no-checkpoint": there is none such.
@@ -201,10 +268,12 @@ def resolve(store: Store, text: str) -> CheckpointId:
     """
     found: CheckpointId | None
     if text == "latest":
-        found = latest(store)
+        found = latest(store, staged)
     elif _STEP.fullmatch(text):
         step = int(text)
         found = next((info.ident for info in list_checkpoints(store) if info.ident.step == step), None)
+        if found is None:
+            found = max((ident for ident in staged if ident.step == step), default=None)
     else:
         try:
             ident = CheckpointId.parse(text)
@@ -214,7 +283,7 @@ def resolve(store: Store, text: str) -> CheckpointId:
                 code="checkpoint-name",
                 text=text,
             ) from error
-        found = ident if exists(store, ident) else None
+        found = ident if ident in staged or exists(store, ident) else None
     if found is None:
         require_run(store)
         raise NotFoundError("no such checkpoint", code="no-checkpoint", checkpoint=text, url=store.url)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.format.ids import CheckpointId
@@ -63,11 +64,14 @@ class Checkpoint:
                 self._groups.update(enumerate(headers))
         with self._lock:
             groups = [self._groups[i] for i in range(self.manifest.group_count)]
+        self._check(groups)
+        return groups
+
+    def _check(self, groups: Sequence[GroupIndex]) -> None:
         if groups_digest(groups) != self.manifest.groups_digest:
             raise CorruptError(
                 "group indexes are not those that were committed", code="groups-digest", checkpoint=self.ident
             )
-        return groups
 
     def group_of(self, rank: int) -> GroupIndex:
         """Return the header of the group that has ``rank``.

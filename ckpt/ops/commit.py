@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from ckpt.clock import Clock, SystemClock, random_bytes
+from ckpt.clock import Clock, SystemClock
 from ckpt.errors import CkptError
 from ckpt.events import event, get_logger
 from ckpt.format.ids import CheckpointId
@@ -29,10 +29,9 @@ from ckpt.format.summaries import Summaries
 from ckpt.ops.catalog import exists
 from ckpt.ops.groups import list_groups, read_group_headers
 from ckpt.ops.known_groups import KnownGroups
-from ckpt.ops.proof import Whole, prove_whole
+from ckpt.ops.proof import make_manifest, prove_whole
 from ckpt.storage.base import Store
 from ckpt.storage.conditional import commit_put
-from ckpt_proto.v1 import disk_pb2
 
 __all__ = ["CommitResult", "CommitState", "commit_delay_s", "may_commit", "try_commit"]
 
@@ -129,7 +128,7 @@ def try_commit(
         whole = prove_whole(store, ident, summaries)
         if known is not None:
             known.remember(summaries, whole)
-    manifest = _manifest(ident, whole, environment or {}, clock)
+    manifest = make_manifest(ident, whole, environment or {}, clock)
     key = manifest_key(ident)
     ours = commit_put(
         store,
@@ -153,28 +152,3 @@ def try_commit(
     for warning in whole.warnings:
         event(_log, logging.WARNING, "commit.odd", checkpoint=ident, reason=warning)
     return CommitResult(state=CommitState.COMMITTED, warnings=whole.warnings)
-
-
-def _manifest(
-    ident: CheckpointId, whole: Whole, environment: Mapping[str, str], clock: Clock
-) -> disk_pb2.Manifest:
-    first = whole.first
-    manifest = disk_pb2.Manifest(
-        run=first.run,
-        id=ident.to_proto(),
-        write_id=random_bytes(16),
-        world_size=first.world_size,
-        group_count=first.group.count,
-        layout_digest=whole.layout_digest,
-        groups_digest=whole.groups_digest,
-        nbytes=whole.nbytes,
-        tensor_count=whole.tensor_count,
-        has_explicit_boxes=whole.has_explicit_boxes,
-        committed_at=clock.now(),
-        references=[other.to_proto() for other in whole.references],
-        environment={**first.environment, **environment},
-        state_ranks=whole.state_ranks,
-    )
-    if first.HasField("parent"):
-        manifest.parent.CopyFrom(first.parent)
-    return manifest

@@ -9,65 +9,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from ckpt.digest import digest
 from ckpt.errors import CkptError, CorruptError, NotFoundError
 from ckpt.events import event, get_logger
 from ckpt.format.envelope import Kind, open_message
+from ckpt.format.held import Held
 from ckpt.format.ids import CheckpointId
 from ckpt.format.manifest import single_header
 from ckpt.storage.peerfile import replicas_dir
 from ckpt.storage.staging import StagingDir
-from ckpt_proto.v1 import disk_pb2, peer_pb2
+from ckpt_proto.v1 import disk_pb2
 
-__all__ = ["Held", "node_holdings", "read_held_index", "read_held_layout", "segment_headers"]
+__all__ = ["node_holdings", "read_held_index", "read_held_layout", "segment_headers"]
 
 _log = get_logger("holdings")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """What one node holds of one checkpoint.
-
-    Attributes:
-        ident: which.
-        world_size: number of ranks, each with one segment.
-        is_committed: the node knows that it is; False: it may be all the same.
-        own: ranks whose segment was sealed on the node, ascending.
-        replicas: ranks of other nodes whose segment it has a replica of, ascending.
-    """
-
-    ident: CheckpointId
-    world_size: int
-    is_committed: bool
-    own: tuple[int, ...]
-    replicas: tuple[int, ...]
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """All of them."""
-        return (*self.own, *self.replicas)
-
-    def to_proto(self) -> peer_pb2.HeldCheckpoint:
-        """Return the message; headers are added by who wants them."""
-        held = [(rank, False) for rank in self.own] + [(rank, True) for rank in self.replicas]
-        return peer_pb2.HeldCheckpoint(
-            id=self.ident.to_proto(),
-            world_size=self.world_size,
-            is_committed=self.is_committed,
-            segments=[peer_pb2.HeldSegment(rank=rank, is_replica=replica) for rank, replica in sorted(held)],
-        )
-
-    @classmethod
-    def from_proto(cls, message: peer_pb2.HeldCheckpoint) -> Held:
-        return cls(
-            ident=CheckpointId.from_proto(message.id),
-            world_size=message.world_size,
-            is_committed=message.is_committed,
-            own=tuple(segment.rank for segment in message.segments if not segment.is_replica),
-            replicas=tuple(segment.rank for segment in message.segments if segment.is_replica),
-        )
 
 
 def node_holdings(staging: StagingDir, run_key: str, only: CheckpointId | None = None) -> list[Held]:

@@ -1,10 +1,14 @@
-"""The proof that a commit stands on: all parts of a checkpoint are in the store and make one whole."""
+"""The proof that all parts of a checkpoint are there and make one whole.
+
+A commit proves it of what is in the store; a restore of a step that is only sealed, of what nodes hold.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ckpt.clock import Clock, random_bytes
 from ckpt.errors import CkptError, CorruptError, NotFoundError
 from ckpt.format.audit import check_replicas
 from ckpt.format.ids import CheckpointId
@@ -17,6 +21,7 @@ from ckpt.format.invariants import (
     raise_first,
 )
 from ckpt.format.keys import MANIFESTS, parse_manifest_key
+from ckpt.format.layout import LayoutSet
 from ckpt.format.manifest import groups_digest
 from ckpt.format.summaries import Summaries
 from ckpt.ops.attempts import first_parsed, newest_attempt
@@ -26,7 +31,17 @@ from ckpt.ops.verify import check_objects
 from ckpt.storage.base import Store
 from ckpt_proto.v1 import disk_pb2
 
-__all__ = ["FirstRanks", "Whole", "check_references", "is_late", "odd_states", "prove_whole", "state_ranks"]
+__all__ = [
+    "FirstRanks",
+    "Whole",
+    "check_references",
+    "is_late",
+    "make_manifest",
+    "odd_states",
+    "prove_parts",
+    "prove_whole",
+    "state_ranks",
+]
 
 FirstRanks = Mapping[tuple[bytes, bytes], int]
 """The lowest rank with each (layout, state) pair of digests, ascending by that rank."""
@@ -66,33 +81,87 @@ def prove_whole(store: Store, ident: CheckpointId, summaries: Summaries) -> Whol
         CorruptError: the parts do not make a whole.
         UnavailableError: the store cannot be reached.
     """
+    merged, whole = prove_parts(ident, summaries, lambda key: read_layout(store, key))
+    raise_first(check_references(store, ident, whole.references))
+    if is_late(store, ident):
+        # Only what is overtaken may be swept, so only there can complete group indexes outlive segments.
+        raise_first(check_objects(store, summaries.groups))
+    if merged.digest not in layout_digests(summaries):
+        put_layout(store, merged)
+    return whole
+
+
+def prove_parts(
+    ident: CheckpointId, summaries: Summaries, read_any: Callable[[bytes], LayoutSet]
+) -> tuple[LayoutSet, Whole]:
+    """Check G1 to G5 and the replica audit; the store is not looked at.
+
+    Args:
+        ident: which checkpoint.
+        summaries: of all its groups, in order.
+        read_any: returns the layout set of a digest.
+
+    Returns:
+        The merged layouts, and what the manifest is made of.
+
+    Raises:
+        CorruptError: the parts do not make a whole.
+        CkptError: what ``read_any`` raises.
+    """
     raise_first(check_groups(ident, summaries))
     used = layout_digests(summaries)
-    layouts = {key: read_layout(store, key) for key in used}
+    layouts = {key: read_any(key) for key in used}
     merged, problems = check_layouts(used, layouts)
     raise_first(problems)
     raise_first(check_coverage(merged, used, layouts))
     first = summaries.groups[0].header
     raise_first(check_replicas(summaries.segments, layouts, world_size=first.world_size))
-    references = merged_references(summaries)
-    raise_first(check_references(store, ident, references))
-    if is_late(store, ident):
-        # Only what is overtaken may be swept, so only there can complete group indexes outlive segments.
-        raise_first(check_objects(store, summaries.groups))
-    if merged.digest not in layouts:
-        put_layout(store, merged)
     pairs = summaries.first_ranks()
-    return Whole(
+    whole = Whole(
         first=first,
         groups_digest=groups_digest(summaries.groups),
         layout_digest=merged.digest,
         tensor_count=len(merged),
         nbytes=sum(summaries.nbytes),
         has_explicit_boxes=summaries.has_explicit_boxes,
-        references=tuple(references),
+        references=tuple(merged_references(summaries)),
         state_ranks=state_ranks(pairs),
         warnings=tuple(_state_warnings(ident, summaries, pairs)),
     )
+    return merged, whole
+
+
+def make_manifest(
+    ident: CheckpointId, whole: Whole, environment: Mapping[str, str], clock: Clock
+) -> disk_pb2.Manifest:
+    """Return the manifest of what was proved.
+
+    Args:
+        ident: which checkpoint.
+        whole: what is known of it.
+        environment: versions and settings to note beside those of the segments.
+        clock: for the time noted.
+    """
+    first = whole.first
+    manifest = disk_pb2.Manifest(
+        run=first.run,
+        id=ident.to_proto(),
+        write_id=random_bytes(16),
+        world_size=first.world_size,
+        group_count=first.group.count,
+        layout_digest=whole.layout_digest,
+        groups_digest=whole.groups_digest,
+        nbytes=whole.nbytes,
+        tensor_count=whole.tensor_count,
+        has_explicit_boxes=whole.has_explicit_boxes,
+        committed_at=clock.now(),
+        references=[other.to_proto() for other in whole.references],
+        environment={**first.environment, **environment},
+        state_ranks=whole.state_ranks,
+    )
+    if first.HasField("parent"):
+        manifest.parent.CopyFrom(first.parent)
+    return manifest
 
 
 def is_late(store: Store, ident: CheckpointId) -> bool:

@@ -12,7 +12,7 @@ from ckpt.events import event, get_logger
 from ckpt.format.ids import CheckpointId
 from ckpt.format.keys import DATA, INDEX, checkpoint_of_data_key, checkpoint_of_index_key
 from ckpt.ops.attempts import newest_attempt
-from ckpt.ops.catalog import exists, list_checkpoints
+from ckpt.ops.catalog import awaited_parents, exists, list_checkpoints
 from ckpt.ops.prune import references_of_others
 from ckpt.storage.base import HasUploads, Store
 
@@ -51,7 +51,8 @@ def sweep(
     checkpoint has no manifest and no manifest refers to it, all objects of that checkpoint are older than
     ``older_than_s`` by the store's clock, and something newer is committed: its attempt is not the newest,
     or a higher step of its attempt is committed. (Should such a late one be committed after all, the commit
-    finds its segments gone and refuses.)
+    finds its segments gone and refuses.) What the newest attempts resumed from before it was committed stays
+    until they have committed something themselves.
 
     Nothing happens before the iterator is asked; ending it early leaves the rest.
 
@@ -83,6 +84,7 @@ def sweep(
     committed = {info.ident for info in list_checkpoints(store)}
     needed = references_of_others(store, set())
     newest = newest_attempt(store) or 0
+    awaited = awaited_parents(store)
     highest: dict[int, int] = {}
     for ident in committed:
         highest[ident.attempt] = max(highest.get(ident.attempt, -1), ident.step)
@@ -90,7 +92,7 @@ def sweep(
     def is_garbage(ident: CheckpointId) -> bool:
         overtaken = ident.attempt < newest or ident.step < highest.get(ident.attempt, -1)
         old = touched[ident] < now - older_than_s
-        return ident not in committed and ident not in needed and overtaken and old
+        return ident not in committed and ident not in needed and ident not in awaited and overtaken and old
 
     for ident, keys in sorted(orphans.items()):
         if not is_garbage(ident) or exists(store, ident):

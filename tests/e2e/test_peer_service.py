@@ -14,11 +14,11 @@ import pytest
 from ckpt.client import PeerClient
 from ckpt.client.peer_tier import PeerTier
 from ckpt.errors import CorruptError, InvalidInputError, NotFoundError, TimeoutExceededError
+from ckpt.format.held import Held
 from ckpt.format.keys import segment_key
 from ckpt.geometry import Region
 from ckpt.ops import catalog
 from ckpt.ops.fetch import FetchStats, fetch, place_in_numpy
-from ckpt.ops.holdings import Held
 from ckpt.ops.tiers import PEER, REMOTE, Tier
 from ckpt.plan.read import Want, plan_read
 from ckpt.storage.memory import MemoryStore

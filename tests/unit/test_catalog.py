@@ -11,8 +11,10 @@ from ckpt.errors import CorruptError, InvalidInputError, NotFoundError, Unavaila
 from ckpt.format.ids import CheckpointId
 from ckpt.format.keys import attempt_key, group_key, layout_key, manifest_key
 from ckpt.ops.catalog import (
+    awaited_parents,
     candidates,
     exists,
+    is_on_line,
     latest,
     list_checkpoints,
     list_runs,
@@ -115,6 +117,64 @@ def test_a_fresh_attempt_has_no_latest_until_it_commits() -> None:
     assert latest(store) is None
     publish(store, ident(1, 2))
     assert steps(store) == [(1, 2)]
+
+
+def test_a_parent_that_is_not_committed_yet_gives_way_until_it_is() -> None:
+    store = memory_store()
+    claim(store)
+    publish(store, ident(10), ident(20))
+    claim(store, parent=ident(30))  # resumed from what was sealed on the nodes
+    assert latest(store) == ident(20)
+    assert awaited_parents(store) == [ident(30)]
+    claim(store, parent=ident(30))
+    assert steps(store) == [(20, 1), (10, 1)]
+    publish(store, ident(30))  # its servers were slower than the restart
+    assert steps(store) == [(30, 1), (20, 1), (10, 1)]
+    assert awaited_parents(store) == []
+    publish(store, ident(40, 3))
+    assert steps(store) == [(40, 3), (30, 1), (20, 1), (10, 1)]
+
+
+def test_parents_are_awaited_back_to_an_attempt_that_committed() -> None:
+    store = memory_store()
+    claim(store)
+    publish(store, ident(20))
+    claim(store, parent=ident(30))
+    claim(store, parent=ident(40, 2))
+    assert awaited_parents(store) == [ident(40, 2), ident(30)]
+    publish(store, ident(50, 3))
+    assert awaited_parents(store) == []
+
+
+def test_staged_steps_count_where_the_run_would_have_gone_on_from_them() -> None:
+    store = memory_store()
+    claim(store)
+    publish(store, ident(10), ident(20))
+    staged = [ident(30), ident(15)]
+    assert list(candidates(store, staged)) == [ident(30), ident(20), ident(15), ident(10)]
+    assert latest(store) == ident(20)
+    claim(store, parent=ident(20))  # 30 was not to be had then, and is an abandoned branch since
+    assert list(candidates(store, staged)) == [ident(20), ident(15), ident(10)]
+    staged.append(ident(25, 2))
+    assert latest(store, staged) == ident(25, 2)
+    assert resolve(store, "25", staged) == ident(25, 2)
+    assert [is_on_line(store, one) for one in (ident(30), ident(20), ident(25, 2))] == [False, True, True]
+    with pytest.raises(NotFoundError):
+        resolve(store, "25")
+
+
+def test_a_staged_step_that_is_committed_too_comes_once() -> None:
+    store = memory_store()
+    claim(store)
+    publish(store, ident(10), ident(20))
+    assert list(candidates(store, [ident(20), ident(10)])) == [ident(20), ident(10)]
+
+
+def test_what_a_deleted_run_left_on_the_nodes_is_not_resumed_from() -> None:
+    store = memory_store()
+    assert latest(store, [ident(30, 4)]) is None
+    claim(store)
+    assert latest(store, [ident(30, 4)]) is None
 
 
 def test_without_attempt_records_the_newest_manifest_is_latest() -> None:

@@ -276,6 +276,21 @@ def test_the_sweep_takes_only_what_is_old_overtaken_and_needed_by_nobody() -> No
         swept(store, older_than_s=-1)
 
 
+def test_the_sweep_spares_what_the_newest_attempt_resumed_from_before_its_commit() -> None:
+    store = memory_store()
+    claim(store)
+    build_checkpoint(store, 20)
+    sealed = build_checkpoint(store, 30, commit=False)  # resumed from by its sealed copies
+    claim(store, parent=sealed.ident)
+    late = FakeClock(4e9)
+    assert swept(store, older_than_s=1e6, clock=late) == 0
+    assert try_commit(store, sealed.ident).state is CommitState.COMMITTED
+    other = build_checkpoint(store, 35, commit=False)
+    claim(store, parent=other.ident)
+    build_checkpoint(store, 40, attempt=3)  # from here on nobody needs 35
+    assert swept(store, older_than_s=1e6, clock=late) > 0
+
+
 def test_an_unreadable_manifest_stops_the_sweep_and_the_prune() -> None:
     store = filled(10, 20, 30)
     left = build_checkpoint(store, 15, commit=False).ident

@@ -62,7 +62,33 @@ class Agreement:
         """
         if self._store is None:
             return decision()
-        key = f"{self._prefix}/{next(self._calls)}/{topic}"
+        return self._decide(f"{self._prefix}/{next(self._calls)}/{topic}", topic, decision)
+
+    def decide_over(self, topic: str, value: Any, decision: Callable[[list[Any]], Any]) -> Any:
+        """As :meth:`decide`, with every rank's ``value``, by rank, as the argument of ``decision``.
+
+        What is gathered goes to rank 0 alone, so its size counts once and not once per rank.
+
+        Raises:
+            CkptError: what ``decision`` raised.
+            TimeoutExceededError: a rank did not take part; on every rank.
+        """
+        if self._store is None:
+            return decision([value])
+        prefix = f"{self._prefix}/{next(self._calls)}/{topic}"
+        others = list(range(1, self.world_size))
+        if self.rank != 0:
+            self._store.set(f"{prefix}/{self.rank}", json.dumps(value))
+
+        def over_all() -> Any:
+            found = self._wait([f"{prefix}/{rank}" for rank in others], topic, others)
+            return decision([value, *(json.loads(raw) for raw in found)])
+
+        # Rank 0 waits as long for the others and then says who was missing, so it gets a little more time.
+        return self._decide(f"{prefix}/outcome", topic, over_all, extra_s=_SLICE_S)
+
+    def _decide(self, key: str, topic: str, decision: Callable[[], Any], *, extra_s: float = 0.0) -> Any:
+        assert self._store is not None
         if self.rank == 0:
             try:
                 outcome = {"value": decision()}
@@ -74,7 +100,7 @@ class Agreement:
                 raise
             self._store.set(key, json.dumps(outcome))
         else:
-            outcome = json.loads(self._wait([key], topic, [0])[0])
+            outcome = json.loads(self._wait([key], topic, [0], extra_s=extra_s)[0])
         if "error" in outcome:
             raise _error_from_json(outcome["error"])
         return outcome["value"]

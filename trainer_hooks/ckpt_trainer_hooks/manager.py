@@ -12,12 +12,14 @@ from typing import Any, Literal
 
 import torch
 
-from ckpt.errors import BusyError, CkptError, InvalidInputError, SnapshotTornError, TimeoutExceededError
+from ckpt.errors import BusyError, CkptError, InvalidInputError, SnapshotTornError
 from ckpt.events import event, get_logger
 from ckpt.flusher.embedded import start_embedded_server
 from ckpt.format.ids import CheckpointId, split_run_url
 from ckpt.format.keys import run_key
 from ckpt.ops import catalog
+from ckpt.rpc.access import PeerAccess
+from ckpt.storage.known_nodes import known_nodes, remember_nodes
 from ckpt.storage.open import open_store
 from ckpt.storage.staging import StagingDir, default_staging_path
 from ckpt_trainer_hooks.accumulation import Accumulation, AccumulationPolicy
@@ -26,6 +28,7 @@ from ckpt_trainer_hooks.compat import inside_pipeline_schedule
 from ckpt_trainer_hooks.fence import OptimizerFence
 from ckpt_trainer_hooks.flusher_process import python_path
 from ckpt_trainer_hooks.handle import SaveHandle
+from ckpt_trainer_hooks.ladder import Ladder
 from ckpt_trainer_hooks.layout import LayoutBuilder
 from ckpt_trainer_hooks.lineage import Lineage
 from ckpt_trainer_hooks.nodes import check_peer_listen
@@ -45,7 +48,7 @@ from ckpt_trainer_hooks.selftest import selftest_wanted
 from ckpt_trainer_hooks.session import Session, agree_on_session, claim
 from ckpt_trainer_hooks.several import named_items
 from ckpt_trainer_hooks.state import TrainState
-from ckpt_trainer_hooks.waiting import arena_is_free, wait_for_saves
+from ckpt_trainer_hooks.waiting import arena_is_free, wait_for_saves, wait_until_sealed
 
 __all__ = ["CheckpointManager"]
 
@@ -265,8 +268,7 @@ class CheckpointManager:
         )
         self._raise_background_errors()
         self._pipeline.wait_until_captured()
-        with contextlib.suppress(TimeoutExceededError):  # a step that a rank never saved is never committed
-            self._wait_for_pending_saves(self._pending_wait_s)
+        wait_until_sealed(self._pipeline.pending(), self._pending_wait_s)
         self._begin_session()
         self._accumulation.before_restore()
         found: CheckpointId | None = None
@@ -277,7 +279,7 @@ class CheckpointManager:
                 chosen=chosen,
                 state=self._state,
                 agreement=self._agreement,
-                staging=self._staging,
+                ladder=self._ladder(),
                 pending_wait_s=self._pending_wait_s,
                 redistribute=self._redistribute,
             ).restore(str(step))
@@ -494,6 +496,7 @@ class CheckpointManager:
 
     def _begin_session(self) -> None:
         if self._session is None:
+            self._known_nodes = known_nodes(self._staging, run_key(self._config.url))
             self._session = agree_on_session(
                 self._agreement,
                 self._config,
@@ -503,6 +506,22 @@ class CheckpointManager:
                 start_server=self._start_server,
             )
             self._state.builder.replicate_over(self._session.peers)
+
+    def _ladder(self) -> Ladder:
+        assert self._session is not None
+        if self._session.hosts_server:
+            remember_nodes(
+                self._staging, run_key(self._config.url), (*self._session.nodes, *self._known_nodes)
+            )
+        return Ladder(
+            self._agreement,
+            self._staging,
+            run_key(self._config.url),
+            nodes=self._session.nodes,
+            known=self._known_nodes,
+            is_host=self._session.hosts_server,
+            access=PeerAccess.from_environment(),
+        )
 
     def _start_server(self) -> None:
         if self._server is None:

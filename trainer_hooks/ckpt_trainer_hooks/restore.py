@@ -5,27 +5,27 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.digest import digest_hex
-from ckpt.errors import CorruptError, InvalidInputError, NotFoundError, RefusedError
+from ckpt.errors import CkptError, CorruptError, InvalidInputError, RefusedError
 from ckpt.events import event, get_logger
 from ckpt.format.ids import CheckpointId
-from ckpt.format.keys import run_key
 from ckpt.format.values import decode_value, encode_value
 from ckpt.ops import catalog
 from ckpt.ops.checkpoint import Checkpoint
 from ckpt.ops.fetch import FetchStats, fetch
-from ckpt.ops.tiers import LOCAL, PEER, REMOTE, REPLICA, node_tiers
+from ckpt.ops.tiers import LOCAL, PEER, REMOTE, REPLICA, Tier
 from ckpt.plan.read import plan_read
 from ckpt.storage.base import Store
 from ckpt.storage.open import open_store
-from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import common_pb2, disk_pb2
 from ckpt_trainer_hooks.agree import Agreement
 from ckpt_trainer_hooks.environment import compare_environment
+from ckpt_trainer_hooks.ladder import Choice, Ladder
 from ckpt_trainer_hooks.placing import placer
 from ckpt_trainer_hooks.redistribute import Redistribute, Spread
 from ckpt_trainer_hooks.rng import derive_rng, restore_rng
@@ -49,9 +49,9 @@ class Restorer:
         chosen: what to restore and how strictly.
         state: live objects, written in place.
         agreement: between the ranks.
-        staging: of this node; its sealed segments are read first.
-        pending_wait_s: how long to wait for a snapshot that is sealed on this node, newer than the latest
-            commit, and about to be committed by the node's server.
+        ladder: what nodes hold, and which step they have in common.
+        pending_wait_s: how long to wait for the commit of a step that is sealed on all nodes, newer than
+            anything else, and cannot be read from them, since they do not listen for one another.
         redistribute: for per-rank items when the number of ranks has changed.
     """
 
@@ -60,9 +60,10 @@ class Restorer:
     chosen: RestoreOptions
     state: TrainState
     agreement: Agreement
-    staging: StagingDir
+    ladder: Ladder
     pending_wait_s: float
     redistribute: Mapping[str, Redistribute] = field(default_factory=dict)
+    _tiers: Sequence[Tier] = ()  # of the candidate that is being restored
 
     def restore(self, wanted: str) -> CheckpointId | None:
         """Restore ``wanted`` ("latest", a step or an id) and return it; None where there is nothing.
@@ -76,48 +77,45 @@ class Restorer:
             CorruptError: no good copy is left.
         """
         with _Opened(self.url, self.options) as store:
-            for text in self._candidates(store, wanted):
-                if text is None:
-                    return None
-                ident = CheckpointId.parse(text)
-                try:
-                    self._restore_one(store, ident)
-                except CorruptError as error:
-                    if wanted != "latest":
-                        raise
-                    event(_log, logging.WARNING, "restore.fallback", damaged=ident, error=error)
-                    continue
-                return ident
+            self.ladder.look()
+            for choice in self._candidates(store, wanted):
+                if choice is not None:
+                    try:
+                        self._restore_one(store, choice)
+                    except CorruptError as error:
+                        if wanted != "latest":
+                            raise
+                        event(_log, logging.WARNING, "restore.fallback", damaged=choice.ident, error=error)
+                        continue
+                found = None if choice is None else choice.ident
+                if wanted == "latest" and self.agreement.rank == 0:
+                    self._report_losses(store, found)
+                return found
         raise CorruptError("no checkpoint of the run could be restored", code="none-good", url=self.url)
 
-    def _candidates(self, store: Store, wanted: str) -> Iterator[str | None]:
-        """Checkpoints to try, in order; rank 0 chooses, so ranks can never resume from different steps."""
+    def _candidates(self, store: Store, wanted: str) -> Iterator[Choice | None]:
+        """What to try, in order; rank 0 chooses, so ranks can never resume from different steps."""
         if wanted != "latest":
-            yield self.agreement.decide("resolve", lambda: str(catalog.resolve(store, wanted)))
+            yield self.ladder.named(store, wanted)
             return
         self._wait_for_pending(store)
-        line = catalog.candidates(store)
-        first = True
-        while True:
-            found = self.agreement.decide("candidate", lambda: _text(next(line, None)))
-            if found is None and not first:
-                return
-            yield found
-            first = False
+        yield from self.ladder.candidates(store)
+
+    def _report_losses(self, store: Store, found: CheckpointId | None) -> None:
+        """A report must not fail what it reports on."""
+        try:
+            self.ladder.report_losses(store, found)
+        except CkptError as error:
+            event(_log, logging.WARNING, "restore.losses_unknown", error=error)
 
     def _wait_for_pending(self, store: Store) -> None:
-        """Let the servers commit what every node had sealed before the failure, rather than lose it.
-
-        Only a snapshot that is whole on the nodes that are here is waited for: one whose node is gone will
-        not be committed.
-        """
-        sealed = self.agreement.gather("sealed", _sealed_groups(self.staging, run_key(self.url)))
-        whole = _whole([item for items in sealed for item in items])
+        """Let the servers commit what is whole on the nodes but cannot be read from them, not lose it."""
 
         def on_rank_0() -> None:
+            pending = [item.ident for item in self.ladder.standings.values() if item.is_only_unreachable]
+            latest = catalog.latest(store, self.ladder.usable())
+            newer = [i for i in pending if latest is None or _lineage_key(i) > _lineage_key(latest)]
             deadline = time.monotonic() + self.pending_wait_s
-            latest = catalog.latest(store)
-            newer = [i for i in whole if latest is None or _lineage_key(i) > _lineage_key(latest)]
             for ident in sorted(newer, key=_lineage_key, reverse=True)[:1]:
                 while not catalog.exists(store, ident):
                     left = deadline - time.monotonic()
@@ -129,10 +127,29 @@ class Restorer:
 
         self.agreement.decide("pending", on_rank_0)
 
-    def _restore_one(self, store: Store, ident: CheckpointId) -> None:
+    def _restore_one(self, store: Store, choice: Choice) -> None:
         started = time.perf_counter()
+        with ExitStack() as stack:
+            self._tiers = self.ladder.tiers(choice, stack)
+            checkpoint, stats = self._restore_from(store, choice)
+        event(
+            _log,
+            logging.INFO,
+            "restore.done",
+            checkpoint=checkpoint.ident,
+            staged=choice.is_staged,
+            local_nbytes=stats.nbytes[LOCAL],
+            replica_nbytes=stats.nbytes[REPLICA],
+            peer_nbytes=stats.nbytes[PEER],
+            remote_nbytes=stats.nbytes[REMOTE],
+            repaired_chunks=stats.repaired_chunks,
+            elapsed_s=time.perf_counter() - started,
+        )
+
+    def _restore_from(self, store: Store, choice: Choice) -> tuple[Checkpoint, FetchStats]:
+        opened = self.ladder.open(store, choice) if choice.is_staged else None
         with self.agreement.together("plan"):  # before the first byte is written
-            checkpoint = catalog.load_checkpoint(store, ident)
+            checkpoint = opened or catalog.load_checkpoint(store, choice.ident)
             targets, streams = self._targets(checkpoint)
         unexpected = common_to_all(self.agreement, targets.mismatch.unexpected)
         own = self.agreement.gather("own", targets.own)
@@ -150,18 +167,7 @@ class Restorer:
             self._restore_rng(checkpoint, streams)
         if self.agreement.rank == 0:  # it is rank 0's that was stored
             compare_environment(checkpoint.manifest.environment)
-        event(
-            _log,
-            logging.INFO,
-            "restore.done",
-            checkpoint=ident,
-            local_nbytes=stats.nbytes[LOCAL],
-            replica_nbytes=stats.nbytes[REPLICA],
-            peer_nbytes=stats.nbytes[PEER],
-            remote_nbytes=stats.nbytes[REMOTE],
-            repaired_chunks=stats.repaired_chunks,
-            elapsed_s=time.perf_counter() - started,
-        )
+        return checkpoint, stats
 
     def _targets(self, checkpoint: Checkpoint) -> tuple[RestoreTargets, list[dict[str, Any]]]:
         """What to restore, and the own values of the saved ranks whose streams this rank looks at."""
@@ -218,7 +224,7 @@ class Restorer:
         )
 
     def _index(self, checkpoint: Checkpoint, rank: int) -> disk_pb2.SegmentIndex:
-        for tier in node_tiers(self.staging, run_key(self.url)):
+        for tier in self._tiers:
             if (found := tier.index(checkpoint.ident, rank)) is not None:
                 return found
         return checkpoint.segment_index(rank)
@@ -227,9 +233,7 @@ class Restorer:
         for (saved, live), count in sorted(targets.casts.items()):
             event(_log, logging.WARNING, "restore.cast", saved=saved, live=live, tensors=count)
         plan = plan_read(checkpoint.layouts, targets.wants)
-        return fetch(
-            checkpoint, plan, placer(targets.tensors), tiers=node_tiers(self.staging, run_key(self.url))
-        )
+        return fetch(checkpoint, plan, placer(targets.tensors), tiers=self._tiers)
 
     def _restore_rng(self, checkpoint: Checkpoint, saved: list[dict[str, Any]]) -> None:
         saved_world, first = checkpoint.manifest.world_size, saved[0]
@@ -298,34 +302,6 @@ class _Opened:
 
     def __exit__(self, *_: object) -> None:
         self._store.close()
-
-
-def _text(ident: CheckpointId | None) -> str | None:
-    return None if ident is None else str(ident)
-
-
-def _sealed_groups(staging: StagingDir, key: str) -> list[tuple[str, int, int]]:
-    """(checkpoint, group, number of groups) of what all ranks of a group have sealed on this node."""
-    found = []
-    for ident in staging.checkpoints(key):
-        sealed = staging.sealed_ranks(key, ident)
-        if not sealed or staging.is_committed(key, ident):
-            continue
-        try:
-            group = staging.read_index(key, ident, sealed[0]).group
-        except (NotFoundError, CorruptError):
-            continue
-        if set(group.ranks) <= set(sealed):
-            found.append((str(ident), group.index, group.count))
-    return found
-
-
-def _whole(groups: Iterable[tuple[str, int, int]]) -> set[CheckpointId]:
-    """The checkpoints of which every group is there."""
-    seen: dict[tuple[str, int], set[int]] = {}
-    for text, index, count in groups:
-        seen.setdefault((text, count), set()).add(index)
-    return {CheckpointId.parse(text) for (text, count), indexes in seen.items() if len(indexes) == count}
 
 
 def _lineage_key(ident: CheckpointId) -> tuple[int, int]:

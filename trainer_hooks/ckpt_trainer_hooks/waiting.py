@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ckpt.errors import BusyError, CkptError, NotFoundError, TimeoutExceededError
 from ckpt.events import event, get_logger
@@ -16,7 +16,7 @@ from ckpt.storage.staging import RunConfig, StagingDir
 from ckpt_trainer_hooks.handle import SaveHandle
 from ckpt_trainer_hooks.pipeline import SavePipeline
 
-__all__ = ["arena_is_free", "wait_for_saves"]
+__all__ = ["arena_is_free", "wait_for_saves", "wait_until_sealed"]
 
 _log = get_logger("manager")
 _POLL_S = 0.2
@@ -70,6 +70,14 @@ def wait_for_saves(
             )
         with contextlib.suppress(CkptError, TimeoutError):
             left[0].upload_completion.result(_POLL_S)
+
+
+def wait_until_sealed(handles: Sequence[SaveHandle], timeout_s: float) -> None:
+    """Block until each of ``handles`` is sealed on NVMe, or has failed, or ``timeout_s`` has passed."""
+    deadline = time.monotonic() + timeout_s
+    for handle in handles:
+        with contextlib.suppress(CkptError, TimeoutError):
+            handle.local_completion.result(max(0.0, deadline - time.monotonic()))
 
 
 def _is_over(handle: SaveHandle, config: RunConfig, staging: StagingDir) -> bool:

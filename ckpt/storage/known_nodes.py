@@ -1,0 +1,63 @@
+"""``nodes.json`` of a run: nodes of earlier starts, whose servers may still have what this start lacks.
+
+``run.json`` names the nodes of the newest start only. A node that left the job (a GPU died, the job shrank)
+often lives on, with sealed segments on its disk.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable
+
+from ckpt.errors import CkptError, NotFoundError
+from ckpt.events import event, get_logger
+from ckpt.format.peer import PeerNode
+from ckpt.storage.durable import write_durably
+from ckpt.storage.staging import StagingDir, os_errors
+
+__all__ = ["known_nodes", "remember_nodes"]
+
+_log = get_logger("nodes")
+_NAME = "nodes.json"
+_MOST = 1024
+
+
+def known_nodes(staging: StagingDir, run_key: str) -> tuple[PeerNode, ...]:
+    """Return the nodes of the run that this node has heard of, newest start first; damage is reported."""
+    found: list[PeerNode] = []
+    try:
+        found += staging.read_run_config(run_key).peers
+    except NotFoundError:
+        pass
+    except CkptError as error:
+        event(_log, logging.WARNING, "nodes.unreadable", run=run_key, error=error)
+    path = staging.run_dir(run_key) / _NAME
+    try:
+        found += [PeerNode.from_json(body) for body in json.loads(path.read_bytes())]
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        event(_log, logging.WARNING, "nodes.unreadable", path=path, error=error)
+    return _distinct(found)
+
+
+def remember_nodes(staging: StagingDir, run_key: str, nodes: Iterable[PeerNode]) -> None:
+    """Write down ``nodes``, newest start first, for later starts.
+
+    Raises:
+        UnavailableError: the staging directory refuses.
+    """
+    reachable = [node for node in _distinct(nodes) if node.target is not None][:_MOST]
+    data = json.dumps([node.to_json() for node in reachable], indent=1).encode()
+    path = staging.run_dir(run_key) / _NAME
+    with os_errors("nodes.json cannot be written", path=path):
+        write_durably(path, data)
+
+
+def _distinct(nodes: Iterable[PeerNode]) -> tuple[PeerNode, ...]:
+    """The first of each node."""
+    found: dict[str, PeerNode] = {}
+    for node in nodes:
+        found.setdefault(node.node_id, node)
+    return tuple(found.values())
