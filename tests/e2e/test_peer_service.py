@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -171,3 +173,29 @@ def test_a_dead_peer_is_passed_over(node: Node) -> None:
     finally:
         tier.close()
         node.server.start()
+
+
+_FORKS = """
+import multiprocessing, os, sys
+from ckpt.client import PeerClient
+
+def work(pipe):
+    pipe.send(os.getpid())
+
+with PeerClient(sys.argv[1]) as client:
+    client.have(sys.argv[2])
+    for _ in range(20):  # the channel is open, as while a restore reads
+        ours, theirs = multiprocessing.Pipe()
+        child = multiprocessing.get_context("fork").Process(target=work, args=(theirs,))
+        child.start()
+        assert ours.poll(20) and ours.recv() == child.pid
+        child.join(20)
+        assert child.exitcode == 0
+    assert client.have(sys.argv[2])
+"""
+
+
+def test_I121_data_workers_can_be_forked_after_a_peer_was_read(node: Node) -> None:
+    argv = [sys.executable, "-c", _FORKS, node.server.tcp_target, node.run_key]
+    done = subprocess.run(argv, timeout=100, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
