@@ -26,7 +26,7 @@ from ckpt.storage.peerfile import replicas_dir
 from ckpt.storage.staging import StagingDir
 from ckpt_trainer_hooks import CheckpointManager
 from tests.support.bits import bits_of
-from tests.support.models import build, full_state, train
+from tests.support.models import barrier, build, full_state, train
 from tests.support.ranks import run_ranks
 from tests.support.server import Server
 
@@ -142,7 +142,7 @@ def _run(rank: int, world: int, root: Path, kind: str, saves: list[int], committ
         (handle.upload_completion if until in committed else handle.local_completion).result(60)
         step = until
     state = _bits(model, optimizer) if saves else restored
-    manager._agreement.gather("done", None)  # no rank leaves before all have sealed
+    barrier()  # no rank leaves before all have sealed
     done = events.of("restore.done")
     return start, state, done[-1] if done else {}, events.of("restore.step_lost")
 
