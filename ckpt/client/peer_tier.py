@@ -16,6 +16,7 @@ from ckpt.errors import CkptError, CorruptError, NotFoundError, UnavailableError
 from ckpt.events import event, get_logger
 from ckpt.format.ids import CheckpointId
 from ckpt.ops.tiers import GIVEN_UP, PEER
+from ckpt.rpc.access import PeerAccess
 from ckpt_proto.v1 import disk_pb2
 
 __all__ = ["PeerTier"]
@@ -33,23 +34,26 @@ class PeerTier:
     """The segments of one checkpoint that one node holds. Safe for threads; close it after use.
 
     Args:
-        client: of the node's server; closed by :meth:`close`.
+        target: of the node's server; connected to when something is read from it.
         run_key: the run's folder there.
         ident: the checkpoint.
         ranks: whose segments the node has said it holds.
+        access: to its server.
         base_s: time allowed for a request beside that of its bytes.
     """
 
     def __init__(
         self,
-        client: PeerClient,
+        target: str,
         run_key: str,
         ident: CheckpointId,
         ranks: Collection[int],
         *,
+        access: PeerAccess | None = None,
         base_s: float = _BASE_S,
     ) -> None:
-        self._client = client
+        self._target = target
+        self._access = access or PeerAccess()
         self._run_key = run_key
         self._ident = ident
         self._ranks = frozenset(ranks)
@@ -57,17 +61,27 @@ class PeerTier:
         self._streams = threading.BoundedSemaphore(_STREAMS)
         self._lock = threading.Lock()
         self._failures = 0  # guarded by self._lock
+        self._client: PeerClient | None = None  # guarded by self._lock
 
     @property
     def name(self) -> str:
         return PEER
 
     def __repr__(self) -> str:
-        return f"PeerTier({self._client.target})"
+        return f"PeerTier({self._target})"
 
     def close(self) -> None:
         """Close the connection."""
-        self._client.close()
+        with self._lock:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def _connected(self) -> PeerClient:
+        with self._lock:
+            if self._client is None:
+                self._client = PeerClient(self._target, token=self._access.token, ca=self._access.ca)
+            return self._client
 
     def index(self, ident: CheckpointId, rank: int) -> disk_pb2.SegmentIndex | None:
         if not self._holds(ident, rank):
@@ -75,7 +89,7 @@ class PeerTier:
         try:
             with self._streams:
                 self._raise_if_given_up()
-                return self._client.segment(self._run_key, ident, rank, timeout_s=self._base_s)
+                return self._connected().segment(self._run_key, ident, rank, timeout_s=self._base_s)
         except CkptError as error:
             if error.code != GIVEN_UP:
                 event(
@@ -96,7 +110,7 @@ class PeerTier:
         try:
             with self._streams:
                 self._raise_if_given_up()
-                self._client.read_into(
+                self._connected().read_into(
                     buffer,
                     self._run_key,
                     ident,
@@ -115,7 +129,7 @@ class PeerTier:
         with self._lock:
             given_up = self._failures >= _FAILURES
         if given_up:
-            raise UnavailableError("the peer was given up", code=GIVEN_UP, target=self._client.target)
+            raise UnavailableError("the peer was given up", code=GIVEN_UP, target=self._target)
 
     def _count(self, error: CkptError) -> None:
         """Count ``error`` where it says that the peer is dead or slow; report when it is given up."""
@@ -129,7 +143,7 @@ class PeerTier:
                 _log,
                 logging.WARNING,
                 "peer.given_up",
-                peer=self._client.target,
+                peer=self._target,
                 checkpoint=self._ident,
                 error=error,
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterable
 
 from ckpt.errors import CkptError, NotFoundError
@@ -24,7 +25,9 @@ _MOST = 1024
 
 
 def known_nodes(staging: StagingDir, run_key: str) -> tuple[PeerNode, ...]:
-    """Return the nodes of the run that this node has heard of, newest start first; damage is reported."""
+    """Return the nodes of the run that this node has heard of, newest start first, then those that
+    ``$CKPT_PEERS`` names by the address of their server. Damage is reported.
+    """
     found: list[PeerNode] = []
     try:
         found += staging.read_run_config(run_key).peers
@@ -39,6 +42,13 @@ def known_nodes(staging: StagingDir, run_key: str) -> tuple[PeerNode, ...]:
         pass
     except (OSError, ValueError, KeyError, TypeError) as error:
         event(_log, logging.WARNING, "nodes.unreadable", path=path, error=error)
+    named = [target.strip() for target in os.environ.get("CKPT_PEERS", "").split(",") if target.strip()]
+    known = {node.target for node in found}
+    found += [
+        PeerNode(node_id=f"at {target}", target=target, domain="", host=target)
+        for target in named
+        if target not in known
+    ]
     return _distinct(found)
 
 

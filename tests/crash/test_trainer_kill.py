@@ -114,8 +114,8 @@ def test_large_snapshot_is_finished_by_the_flusher_alone(run: Run) -> None:
     assert run.restored_step(nbytes=LARGE) == 2
 
 
-def test_restart_waits_for_what_the_dead_trainer_has_sealed(run: Run) -> None:
-    """The server is gone too, so that nobody is committing: the next life's server does it."""
+def test_restart_goes_on_from_what_the_dead_trainer_has_sealed(run: Run) -> None:
+    """The server is gone too, so that nobody has committed it: the next life reads it from NVMe."""
     life = run.live(last_step=2)
     life.wait_for("committed", step=2)
     for pid in (server := processes(SERVER, run.staging)):

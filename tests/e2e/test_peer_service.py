@@ -45,7 +45,7 @@ class Node:
     built: Built
 
     def tier(self, **options: float) -> PeerTier:
-        return PeerTier(PeerClient(self.server.tcp_target), self.run_key, self.built.ident, [0, 1], **options)
+        return PeerTier(self.server.tcp_target, self.run_key, self.built.ident, [0, 1], **options)
 
 
 @pytest.fixture(scope="module")

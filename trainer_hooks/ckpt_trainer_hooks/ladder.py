@@ -315,12 +315,7 @@ class Ladder:
         for source in self._nearest(choice):
             from ckpt.client.peer_tier import PeerTier  # see _client
 
-            try:
-                client = self._client(source.target)
-            except CkptError as error:
-                event(_log, logging.WARNING, "peer.unusable", peer=source.target, error=error)
-                continue
-            tier = PeerTier(client, self._run_key, choice.ident, source.ranks)
+            tier = PeerTier(source.target, self._run_key, choice.ident, source.ranks, access=self._access)
             stack.callback(tier.close)
             found.append(tier)
         return found

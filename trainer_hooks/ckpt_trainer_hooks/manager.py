@@ -112,7 +112,8 @@ class CheckpointManager:
         store_options: of the object store (``endpoint_url``, ``region``, ...); credentials come from the
             environment, never from here.
         timeout_s: how long restore waits for other ranks, and the end of a ``with`` block for its commits.
-        pending_wait_s: how long restore waits for a snapshot that is sealed here and not yet committed.
+        pending_wait_s: how long restore waits for the commit of a step that is whole on NVMe, where the nodes
+            cannot read it from one another (see docs/recovery.md), and for own saves to be sealed.
 
     Raises:
         InvalidInputError: an argument is wrong; nothing was written.
