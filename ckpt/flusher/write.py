@@ -21,7 +21,7 @@ from ckpt.storage.spares import is_ours_alone, take_spare
 from ckpt.storage.staging import StagingDir, os_errors
 from ckpt_proto.v1 import disk_pb2, flusher_pb2
 
-__all__ = ["Sealed", "seal_segment", "sweep_debris"]
+__all__ = ["Sealed", "being_written", "seal_segment", "sweep_debris"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +152,41 @@ def _open_alone(tmp: Path) -> DirectFile:
 def _remove_quietly(tmp: Path) -> None:
     with contextlib.suppress(OSError):
         tmp.unlink()
+
+
+def being_written(staging: StagingDir, run_key: str) -> list[Path]:
+    """Return the unfinished segments of ``run_key`` whose flusher lives: they will be sealed presently.
+
+    By the kernel's list of locks, not by trying the lock, which would get in the flusher's way. Where that
+    list cannot be read, or does not show processes of another container, nothing is found.
+
+    Raises:
+        UnavailableError: the staging directory cannot be read.
+    """
+    found = []
+    locked: set[tuple[int, int]] | None = None
+    for ident in staging.checkpoints(run_key):
+        folder = staging.checkpoint_dir(run_key, ident)
+        with os_errors("unfinished segments cannot be looked for", path=folder):
+            for path in sorted(folder.glob("segment-*.safetensors.tmp")):
+                locked = _locked_files() if locked is None else locked
+                with contextlib.suppress(FileNotFoundError):
+                    status = path.stat()
+                    if (status.st_dev, status.st_ino) in locked:
+                        found.append(path)
+    return found
+
+
+def _locked_files() -> set[tuple[int, int]]:
+    """(device, inode) of every file that somebody holds an flock of."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            fields = line.split()  # number: FLOCK ADVISORY WRITE pid major:minor:inode start end
+            if len(fields) > 5 and fields[1] == "FLOCK":
+                major, minor, inode = fields[5].split(":")
+                found.add((os.makedev(int(major, 16), int(minor, 16)), int(inode)))
+    return found
 
 
 def sweep_debris(staging: StagingDir, run_key: str) -> int:

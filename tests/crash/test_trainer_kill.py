@@ -114,6 +114,13 @@ def test_large_snapshot_is_finished_by_the_flusher_alone(run: Run) -> None:
     assert run.restored_step(nbytes=LARGE) == 2
 
 
+def test_restart_at_once_waits_for_the_flusher_of_the_dead_trainer(run: Run) -> None:
+    """Nothing is sealed when the trainer dies, and nobody waits before the next one starts."""
+    life = run.live(last_step=2, dies_after_copy_of=2, nbytes=LARGE)
+    assert life.wait() == -signal.SIGKILL
+    assert run.restored_step(nbytes=LARGE) == 2
+
+
 def test_restart_goes_on_from_what_the_dead_trainer_has_sealed(run: Run) -> None:
     """The server is gone too, so that nobody has committed it: the next life reads it from NVMe."""
     life = run.live(last_step=2)

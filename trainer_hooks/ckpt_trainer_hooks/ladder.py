@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from google.protobuf.message import Message
 from ckpt.clock import SystemClock
 from ckpt.errors import CkptError, CorruptError
 from ckpt.events import event, get_logger
+from ckpt.flusher.write import being_written
 from ckpt.format.held import Held, ranks_from_text, ranks_to_text
 from ckpt.format.ids import CheckpointId
 from ckpt.format.invariants import layout_digests
@@ -45,6 +47,7 @@ _log = get_logger("ladder")
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 _ASK_S = 3.0
+_POLL_S = 0.05
 _ASK_AT_ONCE = 32
 
 
@@ -107,14 +110,18 @@ class Ladder:
 
     # --- what there is ---
 
-    def look(self) -> None:
+    def look(self, wait_s: float) -> None:
         """Tell rank 0 what every node holds; one exchange. Afterwards it can choose.
+
+        Args:
+            wait_s: how long to wait for flushers, of trainers that died, that are sealing what they have.
 
         Raises:
             TimeoutExceededError: a rank did not take part.
         """
         mine: list[Any] | None = None
         if self._is_host:
+            self._wait_for_flushers(wait_s)
             own = NodeHoldings(node=self._own, in_job=True, held=tuple(self._own_holdings()))
             mine = [_to_json(item) for item in (own, *self._ask_outside())]
 
@@ -123,6 +130,21 @@ class Ladder:
             self.standings = standings(self._holdings)
 
         self._agreement.decide_over("holdings", mine, keep)
+
+    def _wait_for_flushers(self, wait_s: float) -> None:
+        deadline = time.monotonic() + wait_s
+        told = 0
+        try:
+            while unfinished := being_written(self._staging, self._run_key):
+                if time.monotonic() >= deadline:
+                    event(_log, logging.WARNING, "ladder.still_sealing", paths=unfinished, waited_s=wait_s)
+                    return
+                if len(unfinished) != told:
+                    told = len(unfinished)
+                    event(_log, logging.INFO, "ladder.waiting_for_seal", segments=told)
+                time.sleep(_POLL_S)
+        except CkptError as error:
+            event(_log, logging.WARNING, "ladder.own_holdings", staging=self._staging.path, error=error)
 
     def _own_holdings(self) -> list[Held]:
         try:

@@ -50,8 +50,9 @@ class Restorer:
         state: live objects, written in place.
         agreement: between the ranks.
         ladder: what nodes hold, and which step they have in common.
-        pending_wait_s: how long to wait for the commit of a step that is sealed on all nodes, newer than
-            anything else, and cannot be read from them, since they do not listen for one another.
+        pending_wait_s: how long to wait for what dead trainers left their flushers to seal; and again for the
+            commit of a step that is sealed on all nodes, newer than anything else, and cannot be read from
+            them, since they do not listen for one another.
         redistribute: for per-rank items when the number of ranks has changed.
     """
 
@@ -77,7 +78,7 @@ class Restorer:
             CorruptError: no good copy is left.
         """
         with _Opened(self.url, self.options) as store:
-            self.ladder.look()
+            self.ladder.look(self.pending_wait_s)
             for choice in self._candidates(store, wanted):
                 if choice is not None:
                     try:
