@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckpt.digest import DIGEST_NBYTES
@@ -10,7 +11,7 @@ from ckpt.format.keys import require_below
 from ckpt.format.segment import chunk_count, chunk_range
 from ckpt_proto.v1 import disk_pb2
 
-__all__ = ["StoredChunk", "stored_chunk"]
+__all__ = ["StoredChunk", "chunk_table", "object_extents", "stored_chunk", "stored_chunks"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,3 +65,48 @@ def stored_chunk(index: disk_pb2.SegmentIndex, number: int) -> StoredChunk:
         codec=table.codecs[number] if table.codecs else disk_pb2.CODEC_RAW,
         digest=table.digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES],
     )
+
+
+def stored_chunks(index: disk_pb2.SegmentIndex) -> list[StoredChunk]:
+    """Return the place of every chunk. Raises CorruptError where the table does not fit."""
+    if not index.chunks.chunk_nbytes:
+        raise CorruptError("chunk table is malformed", code="chunk-table", rank=index.rank, chunk=0)
+    return [stored_chunk(index, i) for i in range(chunk_count(index.nbytes, index.chunks.chunk_nbytes))]
+
+
+def chunk_table(chunk_nbytes: int, chunks: Sequence[StoredChunk]) -> disk_pb2.ChunkTable:
+    """Return the table of these chunks, in their order; lists that say nothing new are left out."""
+    table = disk_pb2.ChunkTable(chunk_nbytes=chunk_nbytes, digests=b"".join(item.digest for item in chunks))
+    table.object_keys.extend(dict.fromkeys(item.object_key for item in chunks))
+    position = {key: i for i, key in enumerate(table.object_keys)}
+    if any(item.codec != disk_pb2.CODEC_RAW for item in chunks):
+        table.codecs.extend(item.codec for item in chunks)
+    if len(position) > 1:
+        table.objects.extend(position[item.object_key] for item in chunks)
+    if any(item.offset != i * chunk_nbytes for i, item in enumerate(chunks)):
+        table.offsets.extend(item.offset for item in chunks)
+    if any(item.nbytes != item.raw_nbytes for item in chunks):
+        table.stored_nbytes.extend(item.nbytes for item in chunks)
+    return table
+
+
+def object_extents(table: disk_pb2.ChunkTable, nbytes: int) -> dict[str, int]:
+    """Return for each object that a table names where the last of its chunks ends in it.
+
+    An object of the segment itself ends there; one of another checkpoint may be longer.
+
+    Args:
+        table: as the store has it, well-formed.
+        nbytes: raw size of the segment.
+    """
+    count = len(table.digests) // DIGEST_NBYTES
+    if not (table.objects or table.offsets or table.stored_nbytes):
+        return dict.fromkeys(table.object_keys, nbytes)
+    ends = [0] * len(table.object_keys)
+    for i in range(count):
+        start = i * table.chunk_nbytes
+        offset = table.offsets[i] if table.offsets else start
+        stored = table.stored_nbytes[i] if table.stored_nbytes else min(table.chunk_nbytes, nbytes - start)
+        owner = table.objects[i] if table.objects else 0
+        ends[owner] = max(ends[owner], offset + stored)
+    return dict(zip(table.object_keys, ends, strict=True))

@@ -10,11 +10,12 @@ from __future__ import annotations
 import numpy as np
 import zstandard
 
+from ckpt import dtypes
 from ckpt.digest import Buffer
 from ckpt.errors import CorruptError, InvalidInputError
 from ckpt_proto.v1 import disk_pb2
 
-__all__ = ["CODECS", "decode_chunk", "encode_chunk"]
+__all__ = ["CODECS", "chunk_codecs", "codec_for", "decode_chunk", "encode_chunk"]
 
 # Bytes per element that are grouped; 1: none.
 _GROUPS: dict[int, int] = {
@@ -23,6 +24,28 @@ _GROUPS: dict[int, int] = {
     disk_pb2.CODEC_ZSTD_BYTEGROUP4: 4,
 }
 CODECS: tuple[int, ...] = (disk_pb2.CODEC_RAW, *_GROUPS)
+
+
+def codec_for(dtype: str) -> int:
+    """Return the codec that suits elements of ``dtype``: grouped by the parts that are floats or integers."""
+    if dtype == "complex64":
+        return disk_pb2.CODEC_ZSTD_BYTEGROUP4
+    return {2: disk_pb2.CODEC_ZSTD_BYTEGROUP2, 4: disk_pb2.CODEC_ZSTD_BYTEGROUP4}.get(
+        dtypes.itemsize(dtype), disk_pb2.CODEC_ZSTD
+    )
+
+
+def chunk_codecs(index: disk_pb2.SegmentIndex) -> list[int]:
+    """Return for each chunk of a segment the codec that suits the array with most bytes in it."""
+    chunk_nbytes = index.chunks.chunk_nbytes
+    shares: list[dict[int, int]] = [{} for _ in range(-(-index.nbytes // chunk_nbytes))]
+    for entry in index.tensors:
+        codec, stop = codec_for(entry.dtype), entry.start + entry.nbytes
+        for number in range(entry.start // chunk_nbytes, -(-stop // chunk_nbytes)):
+            first, last = number * chunk_nbytes, (number + 1) * chunk_nbytes
+            share = min(stop, last) - max(entry.start, first)
+            shares[number][codec] = shares[number].get(codec, 0) + share
+    return [max(share, key=share.__getitem__, default=disk_pb2.CODEC_ZSTD) for share in shares]
 
 
 def encode_chunk(codec: int, data: Buffer, *, level: int = 1) -> tuple[int, Buffer]:
@@ -87,7 +110,10 @@ def _group(data: Buffer, width: int) -> Buffer:
     array = np.frombuffer(data, np.uint8)
     whole = len(array) // width * width
     grouped = np.empty(len(array), np.uint8)
-    grouped[:whole].reshape(width, -1)[:] = array[:whole].reshape(-1, width).T
+    # One strided pass per byte of the element: 2.5 GB/s here, and as quick backwards (a transposed copy
+    # manages 0.4 to 0.8 there).
+    for i, plane in enumerate(grouped[:whole].reshape(width, -1)):
+        plane[:] = array[i:whole:width]
     grouped[whole:] = array[whole:]
     return grouped.data
 
@@ -98,6 +124,7 @@ def _ungroup(data: Buffer, width: int) -> Buffer:
     array = np.frombuffer(data, np.uint8)
     whole = len(array) // width * width
     plain = np.empty(len(array), np.uint8)
-    plain[:whole].reshape(-1, width)[:] = array[:whole].reshape(width, -1).T
+    for i, plane in enumerate(array[:whole].reshape(width, -1)):
+        plain[i:whole:width] = plane
     plain[whole:] = array[whole:]
     return plain.data

@@ -47,6 +47,8 @@ class Kind(IntEnum):
     MANIFEST = 3
     LAYOUT_SET = 4
     UPLOAD_RECORD = 5
+    BORROWS = 6
+    HELD = 7
 
 
 def seal_message(kind: Kind, payload: bytes | Message) -> bytes:

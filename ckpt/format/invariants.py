@@ -24,7 +24,7 @@ from ckpt.errors import CkptError, CorruptError
 from ckpt.format.ids import CheckpointId
 from ckpt.format.keys import segment_keys
 from ckpt.format.layout import LayoutSet, Mesh, TensorLayout, merge_layout_sets
-from ckpt.format.manifest import GroupIndex, groups_digest
+from ckpt.format.manifest import GroupIndex, groups_digest, stored_nbytes
 from ckpt.format.summaries import Summaries
 from ckpt_proto.v1 import disk_pb2
 
@@ -252,6 +252,7 @@ def check_manifest(manifest: disk_pb2.Manifest, summaries: Summaries, merged: La
         "groups_digest": (manifest.groups_digest.hex(), groups_digest(groups).hex()),
         "layout_digest": (manifest.layout_digest.hex(), merged.digest.hex()),
         "nbytes": (manifest.nbytes, sum(summaries.nbytes)),
+        "stored_nbytes": (stored_nbytes(manifest), sum(map(stored_nbytes, summaries.segments))),
         "tensor_count": (manifest.tensor_count, len(merged)),
         "has_explicit_boxes": (manifest.has_explicit_boxes, summaries.has_explicit_boxes),
         "references": (

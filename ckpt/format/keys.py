@@ -23,10 +23,12 @@ __all__ = [
     "MANIFESTS",
     "PINS",
     "attempt_key",
+    "borrows_key",
     "checkpoint_of_data_key",
     "checkpoint_of_index_key",
     "data_prefix",
     "group_key",
+    "held_key",
     "index_prefix",
     "layout_key",
     "local_checkpoint_dir",
@@ -35,7 +37,10 @@ __all__ = [
     "local_segment_name",
     "local_uploaded_name",
     "manifest_key",
+    "own_object_key",
+    "pack_of",
     "parse_attempt_key",
+    "parse_borrows_key",
     "parse_group_key",
     "parse_group_name",
     "parse_local_index_name",
@@ -58,9 +63,11 @@ PINS = "pins/"
 _MANIFEST = re.compile(r"manifests/\d{18}\.(\d{12}\.a\d{6})\.pb")
 _ATTEMPT = re.compile(r"attempts/\d{6}\.(\d{6})\.json")
 _GROUP = re.compile(r"index/(\d{12}\.a\d{6})/group-(\d{5})-of-(\d{5})\.pb")
-_INDEX = re.compile(r"index/(\d{12}\.a\d{6})/(?:group|mark)-\d{5}-of-\d{5}\..+")
+_INDEX = re.compile(r"index/(\d{12}\.a\d{6})/(?:(?:group|mark)-\d{5}-of-\d{5}\..+|borrows-.+\.pb|held\.pb)")
 _GROUP_NAME = re.compile(r"group-(\d{5})-of-(\d{5})\.pb")
 _DATA = re.compile(r"data/[0-9a-f]{2}/(\d{12}\.a\d{6})/.+")
+_BORROWS = re.compile(r"index/(\d{12}\.a\d{6})/borrows-(\d{12}\.a\d{6})\.pb")
+_PACK = re.compile(r".+-([0-9a-f]{16})\.pack")
 _PIN = re.compile(r"pins/(\d{12}\.a\d{6})")
 _LOCAL_INDEX = re.compile(r"segment-(\d{5,})\.index")
 
@@ -126,6 +133,38 @@ def segment_keys(ident: CheckpointId, ranks: Iterable[int]) -> list[str]:
     prefix = str(ident)
     names = [f"{prefix}/segment-{rank:05d}.safetensors" for rank in ranks]
     return [f"{DATA}{digest(name.encode())[0]:02x}/{name}" for name in names]
+
+
+def own_object_key(key: str, pack: str) -> str:
+    """Return where a segment's own object is: at its ``segment_key``, or beside it where it is packed.
+
+    Args:
+        key: of :func:`segment_key`.
+        pack: 16 hex digits that say what was packed how; empty where the object is the segment itself.
+    """
+    return f"{key.removesuffix('.safetensors')}-{pack}.pack" if pack else key
+
+
+def pack_of(key: str) -> str:
+    """Return the ``pack`` of an object's key; empty where it has none."""
+    match = _PACK.fullmatch(key)
+    return match[1] if match else ""
+
+
+def borrows_key(ident: CheckpointId, base: CheckpointId) -> str:
+    """``index/<id>/borrows-<base>.pb``: what uploads of ``ident`` borrow by way of ``base``."""
+    return f"{INDEX}{ident}/borrows-{base}.pb"
+
+
+def parse_borrows_key(key: str) -> tuple[CheckpointId, CheckpointId] | None:
+    """Return (checkpoint, base), or None for a foreign key."""
+    match = _BORROWS.fullmatch(key)
+    return (CheckpointId.parse(match[1]), CheckpointId.parse(match[2])) if match else None
+
+
+def held_key(ident: CheckpointId) -> str:
+    """``index/<id>/held.pb``: objects that outlived their checkpoint."""
+    return f"{INDEX}{ident}/held.pb"
 
 
 def data_prefix(ident: CheckpointId, rank: int) -> str:

@@ -18,9 +18,10 @@ from google.protobuf.message import DecodeError
 
 from ckpt.digest import DIGEST_NBYTES, Buffer, digest, digest_many
 from ckpt.errors import CorruptError, InvalidInputError
+from ckpt.format.chunks import object_extents
 from ckpt.format.envelope import HEAD_NBYTES, Kind, open_envelope, open_message, seal_message
 from ckpt.format.ids import CheckpointId
-from ckpt.format.keys import checkpoint_of_data_key, segment_key
+from ckpt.format.keys import checkpoint_of_data_key, own_object_key, pack_of, segment_key
 from ckpt_proto.v1 import disk_pb2
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "parse_group_index",
     "reference_ids",
     "single_header",
+    "stored_nbytes",
 ]
 
 
@@ -145,7 +147,21 @@ def _summary(segment: disk_pb2.SegmentIndex) -> disk_pb2.SegmentSummary:
     if segment.HasField("audit"):
         summary.audit.CopyFrom(segment.audit)
     summary.references.extend(other.to_proto() for other in reference_ids(segment.chunks, ident))
+    own = [key for key in segment.chunks.object_keys if checkpoint_of_data_key(key) == ident]
+    if len(own) > 1:
+        raise CorruptError("a segment has more than one object", code="object-key", rank=segment.rank)
+    stored = object_extents(segment.chunks, segment.nbytes)[own[0]] if own else 0
+    if stored != segment.nbytes:
+        summary.stored_nbytes = stored
+    summary.pack = pack_of(own[0]) if own else ""
+    if own and own[0] != own_object_key(summary.object_key, summary.pack):
+        raise CorruptError("chunk table names another rank's object", code="object-key", key=own[0])
     return summary
+
+
+def stored_nbytes(message: disk_pb2.SegmentSummary | disk_pb2.Manifest) -> int:
+    """Return what a segment or checkpoint takes in the store: compressed, without what it borrows."""
+    return message.stored_nbytes if message.HasField("stored_nbytes") else message.nbytes
 
 
 def reference_ids(chunks: disk_pb2.ChunkTable, ident: CheckpointId) -> list[CheckpointId]:

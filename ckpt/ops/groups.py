@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterable, Sequence
 
 from ckpt.digest import digest
-from ckpt.errors import CorruptError, NotFoundError
+from ckpt.errors import ConflictError, CorruptError, NotFoundError
 from ckpt.format.envelope import HEAD_NBYTES, Kind, envelope_nbytes, open_envelope, seal_message
 from ckpt.format.ids import CheckpointId
 from ckpt.format.invariants import check_segments, raise_first
@@ -35,6 +35,7 @@ __all__ = [
     "read_group_headers",
     "read_layout",
     "read_segment_index",
+    "read_segment_indexes",
 ]
 
 _FIRST_READ_NBYTES = 64 << 10  # holds the header of a group of 8 several times over
@@ -85,11 +86,54 @@ def put_group_index(store: Store, segments: Sequence[disk_pb2.SegmentIndex]) -> 
     ident = CheckpointId.from_proto(header.id)
     key = group_key(ident, header.group.index, header.group.count)
     data = encode_group_index(header, segments)
-    _put_once(store, key, data)
-    if header.group.count >= MARKS_FROM and not any(segment.HasField("audit") for segment in segments):
-        # An audited snapshot has none: its digests are in the headers, which must be read to compare them.
-        _put_mark(store, ident, parse_group_index(data, key=key))
+    try:
+        put = _put_first(store, key, data, segments)
+    except ConflictError:  # somebody came between our look and our put: look again
+        put = _put_first(store, key, data, segments)
+    if header.group.count >= MARKS_FROM and not any(map(_is_unmarked, header.segments)):
+        _put_mark(store, ident, parse_group_index(put, key=key))
     return key
+
+
+def _put_first(store: Store, key: str, data: bytes, segments: Sequence[disk_pb2.SegmentIndex]) -> bytes:
+    """Put a group index, unless one of the same segments is there; return what is there then.
+
+    Theirs may be committed by now, and two servers that upload one segment need not encode or borrow alike.
+    """
+    try:
+        found = store.get(key)
+    except NotFoundError:
+        store.put_new(key, data)
+        return data
+    if found == data or _holds(found, segments, key=key):
+        return found
+    store.put(key, data)
+    return data
+
+
+def _holds(data: bytes, segments: Sequence[disk_pb2.SegmentIndex], *, key: str) -> bool:
+    """Whether ``data`` is a group index of segments with the same content, wherever their chunks lie."""
+    try:
+        group = parse_group_index(data, key=key)
+        if group.nbytes != len(data) or len(group.header.segments) != len(segments):
+            return False
+        bodies = memoryview(data)[group.header_nbytes :]
+        for summary, ours in zip(group.header.segments, segments, strict=True):
+            body = bodies[summary.index_offset :][: summary.index_nbytes]
+            theirs = open_segment_index(body, summary, key=key)
+            if theirs.chunks.digests != ours.chunks.digests:
+                return False
+            theirs.chunks.CopyFrom(ours.chunks)
+            if theirs != ours:
+                return False
+    except CorruptError:
+        return False
+    return True
+
+
+def _is_unmarked(summary: disk_pb2.SegmentSummary) -> bool:
+    """Whether a commit must read the header: for digests of an audit, or for what a segment takes."""
+    return summary.HasField("audit") or summary.HasField("stored_nbytes")
 
 
 def _put_mark(store: Store, ident: CheckpointId, group: GroupIndex) -> None:
@@ -187,6 +231,21 @@ def read_segment_index(store: Store, group: GroupIndex, rank: int) -> disk_pb2.S
         raise NotFoundError("group has no such rank", code="rank", key=group.key, rank=rank)
     start = group.header_nbytes + summary.index_offset
     return open_segment_index(store.get_range(group.key, start, summary.index_nbytes), summary, key=group.key)
+
+
+def read_segment_indexes(store: Store, group: GroupIndex) -> list[disk_pb2.SegmentIndex]:
+    """Read and check every segment index of a group, ascending by rank. One ranged request.
+
+    Raises:
+        NotFoundError: the group index is gone.
+        CorruptError: one is damaged.
+    """
+    total = group.nbytes - group.header_nbytes
+    bodies = memoryview(store.get_range(group.key, group.header_nbytes, total))
+    return [
+        open_segment_index(bodies[summary.index_offset :][: summary.index_nbytes], summary, key=group.key)
+        for summary in group.header.segments
+    ]
 
 
 def put_layout(store: Store, layouts: LayoutSet) -> bytes:

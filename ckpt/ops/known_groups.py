@@ -104,6 +104,7 @@ class KnownGroups:
             proved.whole,
             first=groups[0].header,
             groups_digest=digest(bytes.fromhex("".join(marks.envelopes))),
+            stored_nbytes=proved.whole.nbytes,  # where anything is packed or borrowed there are no marks
             references=tuple(references),
             state_ranks=state_ranks(pairs),
         )

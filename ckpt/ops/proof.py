@@ -22,9 +22,10 @@ from ckpt.format.invariants import (
 )
 from ckpt.format.keys import MANIFESTS, parse_manifest_key
 from ckpt.format.layout import LayoutSet
-from ckpt.format.manifest import groups_digest
+from ckpt.format.manifest import groups_digest, stored_nbytes
 from ckpt.format.summaries import Summaries
 from ckpt.ops.attempts import first_parsed, newest_attempt
+from ckpt.ops.borrow import borrows_of
 from ckpt.ops.catalog import exists, latest, read_manifest
 from ckpt.ops.groups import put_layout, read_layout
 from ckpt.ops.verify import check_objects
@@ -53,8 +54,8 @@ class Whole:
 
     Attributes:
         first: header of group 0.
-        groups_digest, layout_digest, tensor_count, nbytes, has_explicit_boxes, references, state_ranks: as
-            in the manifest.
+        groups_digest, layout_digest, tensor_count, nbytes, stored_nbytes, has_explicit_boxes, references,
+            state_ranks: as in the manifest.
         warnings: oddities that do not stop a commit.
     """
 
@@ -63,6 +64,7 @@ class Whole:
     layout_digest: bytes
     tensor_count: int
     nbytes: int
+    stored_nbytes: int
     has_explicit_boxes: bool
     references: tuple[CheckpointId, ...]
     state_ranks: tuple[int, ...]
@@ -123,6 +125,7 @@ def prove_parts(
         layout_digest=merged.digest,
         tensor_count=len(merged),
         nbytes=sum(summaries.nbytes),
+        stored_nbytes=sum(map(stored_nbytes, summaries.segments)),
         has_explicit_boxes=summaries.has_explicit_boxes,
         references=tuple(merged_references(summaries)),
         state_ranks=state_ranks(pairs),
@@ -159,6 +162,8 @@ def make_manifest(
         environment={**first.environment, **environment},
         state_ranks=whole.state_ranks,
     )
+    if whole.stored_nbytes != whole.nbytes:
+        manifest.stored_nbytes = whole.stored_nbytes
     if first.HasField("parent"):
         manifest.parent.CopyFrom(first.parent)
     return manifest
@@ -187,6 +192,8 @@ def check_references(
             held = {CheckpointId.from_proto(other) for other in read_manifest(store, newest).references}
         except NotFoundError:
             held = set()
+    if not held.issuperset(gone):
+        held |= borrows_of(store, ident)  # so nobody has deleted them, see there
     return [
         CorruptError(
             "chunks lie in the objects of a checkpoint that was pruned meanwhile",

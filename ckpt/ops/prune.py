@@ -2,41 +2,47 @@
 
 The order of deletes, and what a crash after each leaves:
 
-1. the manifest: the checkpoint no longer exists, for anybody.
-2. its group indexes: from the first one on it cannot be committed again.
-3. its segments, unless a checkpoint that stays holds chunks in them. What is left over, ``sweep`` finds.
+1. the manifests, oldest first: the checkpoints no longer exist, for anybody.
+2. where others hold chunks in its segments: a record of them (:mod:`ckpt.ops.references`).
+3. its group indexes: from the first one on it cannot be committed again.
+4. its segments, unless a checkpoint that stays, or an upload under way, holds chunks in them.
+5. the segments of checkpoints pruned earlier that nobody holds chunks in any more. What is left over by a
+   crash, ``sweep`` finds.
 
 Nothing is deleted unless what ``latest`` names was found whole (quick verify) right before, and that one is
-never deleted. Prune and commit of one run are meant to be run by one server, one after the other: a commit
-that borrows chunks from a checkpoint in the very moment it is pruned is refused, but only as far as requests
-can be ordered.
+never deleted. Any number of servers may prune, upload and commit at once; :mod:`ckpt.ops.borrow` says why no
+upload loses what it borrowed.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ckpt.errors import CorruptError, NotFoundError, RefusedError
 from ckpt.events import event, get_logger
 from ckpt.format.ids import CheckpointId
 from ckpt.format.keys import (
+    held_key,
     index_prefix,
     manifest_key,
-    segment_key,
+    own_object_key,
+    parse_group_key,
+    segment_keys,
 )
+from ckpt.format.manifest import stored_nbytes
 from ckpt.ops.catalog import candidates, exists, latest, list_checkpoints, load_checkpoint, read_manifest
+from ckpt.ops.groups import read_group_headers
 from ckpt.ops.pins import list_pins
+from ckpt.ops.references import Manifests, look_at_unpublished, put_held, read_held
 from ckpt.ops.verify import verify_quick
 from ckpt.plan.retention import Verdict, newest_first, plan_prune
 from ckpt.storage.base import Store
 
-__all__ = ["PruneReport", "execute_prune", "plan_deletion", "plan_retention", "references_of_others"]
+__all__ = ["PruneReport", "execute_prune", "plan_deletion", "plan_retention"]
 
 _log = get_logger("ops.prune")
-_WORKERS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +52,16 @@ class PruneReport:
     Attributes:
         verdicts: newest first.
         deleted: checkpoints that no longer exist.
-        held: those among them whose segments stay, because a kept checkpoint holds chunks in them.
+        held: those among them whose segments stay, because a kept checkpoint, or an upload under way, holds
+            chunks in them.
+        freed: checkpoints pruned earlier whose segments go now, because nobody holds chunks in them any more.
         deleted_objects: number of keys deleted (dry run: would be).
     """
 
     verdicts: tuple[Verdict, ...]
     deleted: tuple[CheckpointId, ...]
     held: tuple[CheckpointId, ...]
+    freed: tuple[CheckpointId, ...]
     deleted_objects: int
 
 
@@ -104,15 +113,36 @@ def execute_prune(store: Store, verdicts: Sequence[Verdict], *, dry_run: bool = 
     """
     condemned = newest_first(verdict.ident for verdict in verdicts if not verdict.keep)
     if not condemned:
-        return PruneReport(verdicts=tuple(verdicts), deleted=(), held=(), deleted_objects=0)
+        return PruneReport(verdicts=tuple(verdicts), deleted=(), held=(), freed=(), deleted_objects=0)
     _refuse_protected(store, condemned)
     _require_whole_latest(store)
-    needed = references_of_others(store, set(condemned))
+    manifests = Manifests(store)
+    manifests.references(condemned)  # before anything goes: a manifest that cannot be read ends it here
+    parts = {ident: _parts_of(store, ident) for ident in condemned}
+    if not dry_run:
+        for ident in reversed(condemned):  # oldest first: a crash in the middle leaves the newer ones
+            store.delete([manifest_key(ident)])  # from here on nobody is offered what is falling apart
+    # After the manifests are gone, so that nobody begins to borrow unseen; see ckpt.ops.borrow.
+    aside = set(condemned)
+    pending = look_at_unpublished(store, published=_published(store) | aside)
+    needed = manifests.references(aside).union(*pending.borrowed.values())
     objects = 0
-    for ident in reversed(condemned):  # oldest first: a crash in the middle leaves the newer ones
-        objects += _delete_one(store, ident, keep_data=ident in needed, dry_run=dry_run)
-    held = tuple(ident for ident in condemned if ident in needed)
-    return PruneReport(verdicts=tuple(verdicts), deleted=tuple(condemned), held=held, deleted_objects=objects)
+    for ident in reversed(condemned):
+        objects += _delete_parts(store, ident, parts[ident], held=ident in needed, dry_run=dry_run)
+    freed = tuple(newest_first(pending.held - needed))
+    for ident in freed:
+        objects += _free(store, ident, dry_run=dry_run)
+    return PruneReport(
+        verdicts=tuple(verdicts),
+        deleted=tuple(condemned),
+        held=tuple(ident for ident in condemned if ident in needed),
+        freed=freed,
+        deleted_objects=objects,
+    )
+
+
+def _published(store: Store) -> set[CheckpointId]:
+    return {info.ident for info in list_checkpoints(store)}
 
 
 def _refuse_protected(store: Store, condemned: Sequence[CheckpointId]) -> None:
@@ -153,39 +183,60 @@ def _require_whole_latest(store: Store) -> None:
         )
 
 
-def references_of_others(store: Store, condemned: set[CheckpointId]) -> set[CheckpointId]:
-    """Return the checkpoints that those which stay hold chunks in. Reads the manifests of those.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """What belongs to a checkpoint beside its manifest: keys, and whether they are all of its segments."""
 
-    Raises:
-        CorruptError: a manifest cannot be read, so what it needs is unknown.
-    """
-    stay = [info.ident for info in list_checkpoints(store) if info.ident not in condemned]
-
-    def references(ident: CheckpointId) -> list[CheckpointId]:
-        try:
-            manifest = read_manifest(store, ident)
-        except NotFoundError:  # deleted meanwhile by somebody else
-            return []
-        return [CheckpointId.from_proto(other) for other in manifest.references]
-
-    with ThreadPoolExecutor(_WORKERS, thread_name_prefix="ckpt-prune") as pool:
-        return {other for found in pool.map(references, stay) for other in found}
+    index: list[str]
+    data: list[str]
 
 
-def _delete_one(store: Store, ident: CheckpointId, *, keep_data: bool, dry_run: bool) -> int:
+def _parts_of(store: Store, ident: CheckpointId) -> _Parts:
+    """List them while the checkpoint is whole. What a damaged one does not tell, the sweep finds."""
+    listed = list(store.list_keys(index_prefix(ident)))
+    data: dict[str, None] = {}
+    groups = [info for info in listed if parse_group_key(info.key)]
+    seen = 0
+    try:
+        for group in read_group_headers(store, groups):
+            seen += len(group.header.segments)
+            data |= {
+                own_object_key(item.object_key, item.pack): None
+                for item in group.header.segments
+                if stored_nbytes(item)
+            }
+    except (CorruptError, NotFoundError) as error:
+        event(_log, logging.WARNING, "prune.damaged_index", checkpoint=ident, reason=error)
     try:
         world_size = read_manifest(store, ident).world_size
-    except NotFoundError:
-        return 0
-    except CorruptError as error:  # it goes all the same; the sweep finds segments we cannot name
+        if seen < world_size:
+            data |= dict.fromkeys(segment_keys(ident, range(world_size)))
+    except (CorruptError, NotFoundError) as error:
         event(_log, logging.WARNING, "prune.damaged_manifest", checkpoint=ident, reason=error)
-        world_size = 0
-    published = [manifest_key(ident)]
-    index = sorted((info.key for info in store.list_keys(index_prefix(ident))), reverse=True)  # marks first
-    data = [] if keep_data else [segment_key(ident, rank) for rank in range(world_size)]
+    # Marks before the group indexes they speak of.
+    return _Parts(index=sorted((info.key for info in listed), reverse=True), data=list(data))
+
+
+def _delete_parts(store: Store, ident: CheckpointId, parts: _Parts, *, held: bool, dry_run: bool) -> int:
+    data = [] if held else parts.data
     if not dry_run:
-        store.delete(published)  # first: from here on nobody is offered a checkpoint that is falling apart
-        store.delete(index)
+        if held:
+            put_held(store, ident, parts.data)
+        store.delete([key for key in parts.index if key != held_key(ident)])
         store.delete(data)
-        event(_log, logging.INFO, "prune.done", checkpoint=ident, data_held=keep_data)
-    return len(published) + len(index) + len(data)
+        event(_log, logging.INFO, "prune.done", checkpoint=ident, data_held=held)
+    return 1 + len(parts.index) + len(data)
+
+
+def _free(store: Store, ident: CheckpointId, *, dry_run: bool) -> int:
+    """Delete the objects of a checkpoint that was pruned earlier and that nobody needs any more."""
+    try:
+        data = read_held(store, ident)
+    except (CorruptError, NotFoundError) as error:  # the sweep finds them
+        event(_log, logging.WARNING, "prune.damaged_held", checkpoint=ident, reason=error)
+        return 0
+    if not dry_run:
+        store.delete(data)
+        store.delete([held_key(ident)])
+        event(_log, logging.INFO, "prune.freed", checkpoint=ident, objects=len(data))
+    return len(data) + 1

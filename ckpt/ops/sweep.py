@@ -13,7 +13,7 @@ from ckpt.format.ids import CheckpointId
 from ckpt.format.keys import DATA, INDEX, checkpoint_of_data_key, checkpoint_of_index_key
 from ckpt.ops.attempts import newest_attempt
 from ckpt.ops.catalog import awaited_parents, exists, list_checkpoints
-from ckpt.ops.prune import references_of_others
+from ckpt.ops.references import Manifests, look_at_unpublished
 from ckpt.storage.base import HasUploads, Store
 
 __all__ = ["GRACE_LEAST_S", "Swept", "check_grace", "sweep", "sweep_uploads"]
@@ -48,11 +48,11 @@ def sweep(
     """Delete group indexes and segments that no checkpoint needs; yield whose they were, oldest first.
 
     Left by saves that never committed and by prunes that were cut short. An object goes only if its
-    checkpoint has no manifest and no manifest refers to it, all objects of that checkpoint are older than
-    ``older_than_s`` by the store's clock, and something newer is committed: its attempt is not the newest,
-    or a higher step of its attempt is committed. (Should such a late one be committed after all, the commit
-    finds its segments gone and refuses.) What the newest attempts resumed from before it was committed stays
-    until they have committed something themselves.
+    checkpoint has no manifest, neither a manifest nor an upload under way refers to it, all objects of that
+    checkpoint are older than ``older_than_s`` by the store's clock, and something newer is committed: its
+    attempt is not the newest, or a higher step of its attempt is committed. (Should such a late one be
+    committed after all, the commit finds its segments gone and refuses.) What the newest
+    attempts resumed from before it was committed stays until they have committed something themselves.
 
     Nothing happens before the iterator is asked; ending it early leaves the rest.
 
@@ -82,7 +82,7 @@ def sweep(
     if not orphans:
         return  # the manifests need not be read
     committed = {info.ident for info in list_checkpoints(store)}
-    needed = references_of_others(store, set())
+    needed = Manifests(store).references()
     newest = newest_attempt(store) or 0
     awaited = awaited_parents(store)
     highest: dict[int, int] = {}
@@ -92,10 +92,15 @@ def sweep(
     def is_garbage(ident: CheckpointId) -> bool:
         overtaken = ident.attempt < newest or ident.step < highest.get(ident.attempt, -1)
         old = touched[ident] < now - older_than_s
-        return ident not in committed and ident not in needed and ident not in awaited and overtaken and old
+        return ident not in committed and ident not in awaited and overtaken and old
+
+    # Read after the manifests, so that nobody begins to borrow unseen (ckpt.ops.borrow).
+    dead = {ident for ident in orphans if is_garbage(ident)}
+    pending = look_at_unpublished(store)
+    needed |= {other for ident, found in pending.borrowed.items() if ident not in dead for other in found}
 
     for ident, keys in sorted(orphans.items()):
-        if not is_garbage(ident) or exists(store, ident):
+        if ident not in dead or ident in needed or exists(store, ident):
             continue
         if not dry_run:
             store.delete(sorted(keys, reverse=True))  # marks, then group indexes, then segments

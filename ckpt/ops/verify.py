@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from ckpt.digest import Buffer, digest
 from ckpt.errors import CkptError, CorruptError, NotFoundError
-from ckpt.format.chunks import StoredChunk, stored_chunk
+from ckpt.format.chunks import StoredChunk, object_extents, stored_chunks
 from ckpt.format.codec import decode_chunk
 from ckpt.format.ids import CheckpointId
 from ckpt.format.invariants import (
@@ -22,10 +22,10 @@ from ckpt.format.invariants import (
     check_manifest,
     layout_digests,
 )
-from ckpt.format.keys import group_key, manifest_key
+from ckpt.format.keys import group_key, manifest_key, own_object_key
 from ckpt.format.layout import LayoutSet
-from ckpt.format.manifest import GroupIndex
-from ckpt.format.segment import chunk_count, read_safetensors_header
+from ckpt.format.manifest import GroupIndex, stored_nbytes
+from ckpt.format.segment import read_safetensors_header
 from ckpt.format.summaries import Summaries
 from ckpt.ops.checkpoint import Checkpoint
 from ckpt.ops.groups import list_groups, read_group_header, read_layout, read_segment_index
@@ -171,50 +171,32 @@ def _read_groups(
 def check_objects(store: Store, groups: Sequence[GroupIndex]) -> list[CorruptError]:
     """Check existence and size of every object that holds chunks of these groups. Returns the problems.
 
-    One request per segment, 16 at a time; segments that are compressed or borrow chunks from older
-    checkpoints take a few more. Raises UnavailableError.
+    One request per segment, 16 at a time; segments that borrow chunks from older checkpoints take a few more.
+    Raises UnavailableError.
     """
 
     def check(item: tuple[GroupIndex, disk_pb2.SegmentSummary]) -> list[CorruptError]:
         group, summary = item
+        own = own_object_key(summary.object_key, summary.pack)
         if not summary.references:
-            problem = _check_size(store, summary.object_key, summary.nbytes, rank=summary.rank)
-            # Another size than the raw one is right where chunks are compressed; the index knows.
-            if problem is None or problem.code == "missing":
-                return [problem] if problem else []
+            problem = _check_size(store, own, stored_nbytes(summary), rank=summary.rank)
+            return [problem] if problem else []
         try:
-            chunks = _chunks(read_segment_index(store, group, summary.rank))
+            index = read_segment_index(store, group, summary.rank)
+            stored_chunks(index)
         except NotFoundError:
             return [CorruptError("group index is not in the store", code="missing", key=group.key)]
         except CorruptError as error:
             return [error]
         return [
             problem
-            for key, nbytes in _extents(chunks).items()
-            if (problem := _check_size(store, key, nbytes, rank=summary.rank, own=key == summary.object_key))
+            for key, nbytes in object_extents(index.chunks, index.nbytes).items()
+            if (problem := _check_size(store, key, nbytes, rank=summary.rank, own=key == own))
         ]
 
     items = [(group, summary) for group in groups for summary in group.header.segments]
     with ThreadPoolExecutor(_WORKERS, thread_name_prefix="ckpt-verify") as pool:
         return [problem for found in pool.map(check, items) for problem in found]
-
-
-def _chunks(index: disk_pb2.SegmentIndex) -> list[StoredChunk]:
-    """Return the place of every chunk. Raises CorruptError where the chunk table does not fit."""
-    if not index.chunks.chunk_nbytes:
-        raise CorruptError("chunk table is malformed", code="chunk-table", rank=index.rank, chunk=0)
-    return [stored_chunk(index, i) for i in range(chunk_count(index.nbytes, index.chunks.chunk_nbytes))]
-
-
-def _extents(chunks: Sequence[StoredChunk]) -> dict[str, int]:
-    """Return for each object how many bytes it must have.
-
-    An object of this segment ends with a chunk of it; one of an older checkpoint may be longer.
-    """
-    extents: dict[str, int] = {}
-    for chunk in chunks:
-        extents[chunk.object_key] = max(extents.get(chunk.object_key, 0), chunk.offset + chunk.nbytes)
-    return extents
 
 
 def _check_size(store: Store, key: str, nbytes: int, *, rank: int, own: bool = True) -> CorruptError | None:
@@ -239,7 +221,7 @@ def _check_segment(
     """Yield (problems, bytes checked) for the index, then for each chunk."""
     try:
         index = read_segment_index(store, group, summary.rank)
-        chunks = _chunks(index)
+        chunks = stored_chunks(index)
     except NotFoundError:
         yield [CorruptError("group index is not in the store", code="missing", key=group.key)], 0
         return

@@ -82,6 +82,7 @@ class RunConfig:
         keep_local: newest committed steps kept in the staging directory.
         keep_last: newest checkpoints kept in the store; 0 keeps all.
         keep_every: also keep steps divisible by this; 0 switches the rule off.
+        compression: of uploads: "auto", "on", "off"; empty: as the server has it.
         peers: every node of the newest start of the run, this one among them, by smallest rank.
         replication_factor: copies of a sealed segment on NVMe, its own included; 1: no replicas.
         replication_jump: distance of the copies in nodes; 0 lets the failure domains decide.
@@ -93,6 +94,7 @@ class RunConfig:
     keep_local: int = 2
     keep_last: int = 0
     keep_every: int = 0
+    compression: str = ""
     peers: tuple[PeerNode, ...] = ()
     replication_factor: int = 1
     replication_jump: int = 0
@@ -105,6 +107,7 @@ class RunConfig:
             keep_local=self.keep_local,
             keep_last=self.keep_last,
             keep_every=self.keep_every,
+            compression=self.compression,
             peers=[peer.to_proto() for peer in self.peers],
             replication_factor=self.replication_factor,
             replication_jump=self.replication_jump,
@@ -120,6 +123,7 @@ class RunConfig:
             keep_local=message.keep_local or 2,
             keep_last=message.keep_last,
             keep_every=message.keep_every,
+            compression=message.compression,
             peers=tuple(PeerNode.from_proto(peer) for peer in message.peers),
             replication_factor=message.replication_factor or 1,
             replication_jump=message.replication_jump,
@@ -128,7 +132,7 @@ class RunConfig:
 
     def to_json(self) -> bytes:
         """Return the bytes of ``run.json``: sorted keys, so equal configurations are equal bytes."""
-        body: dict[str, Any] = {name: getattr(self, name) for name in ("url", *_COUNTS)}
+        body: dict[str, Any] = {name: getattr(self, name) for name in ("url", "compression", *_COUNTS)}
         body["store_options"] = dict(self.store_options)
         body["peers"] = [peer.to_json() for peer in self.peers]
         return (json.dumps(body, indent=1, sort_keys=True) + "\n").encode()
@@ -141,6 +145,7 @@ class RunConfig:
             return cls(
                 url=str(body["url"]),
                 store_options={str(k): str(v) for k, v in body.get("store_options", {}).items()},
+                compression=str(body.get("compression", "")),
                 peers=tuple(PeerNode.from_json(peer) for peer in body.get("peers", [])),
                 **{name: int(body.get(name, default)) for name, default in _COUNTS.items()},
             )

@@ -22,6 +22,7 @@ from ckpt.rpc.access import PeerAccess
 from ckpt.storage.peerfile import failure_domain
 from ckpt.storage.staging import StagingDir, default_staging_path
 from ckpt_server.app import App
+from ckpt_server.compression import COMPRESSION
 from ckpt_server.lock import AlreadyRunningError, has_server_file, owned
 from ckpt_server.settings import Settings
 from ckpt_server.trainers import announce
@@ -126,6 +127,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         keep_local=options.keep_local,
         upload_concurrency=options.upload_concurrency,
         part_nbytes=options.part_mib * 1024 * 1024,
+        compression=options.compression,
         scan_interval_s=options.scan_interval,
         idle_exit_s=options.idle_exit,
         linger_s=options.linger,
@@ -184,6 +186,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--keep-local", type=int, default=2, metavar="K", help="newest committed steps kept on NVMe")
     add("--upload-concurrency", type=int, default=4, metavar="N", help="segments at once, parts in flight")
     add("--part-mib", type=int, default=16, help="wanted part size of an upload, MiB")
+    add("--compression", default="auto", choices=COMPRESSION, help="of uploads, for runs that do not say")
     add(
         "--scan-interval", type=float, default=2.0, metavar="S", help="seconds between looks at the directory"
     )

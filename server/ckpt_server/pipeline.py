@@ -24,7 +24,7 @@ from ckpt_server.publisher import publish_group
 from ckpt_server.runs import Run
 from ckpt_server.settings import Settings
 from ckpt_server.steps import StepTable
-from ckpt_server.uploader import Segment, upload_segment
+from ckpt_server.uploader import Segment, Uploader, encoder_threads
 
 __all__ = ["Pipeline"]
 
@@ -92,6 +92,12 @@ class Pipeline:
         self._table = table
         self._settings = settings
         self._clock = clock
+        self._uploader = Uploader(
+            staging,
+            part_nbytes=settings.part_nbytes,
+            concurrency=settings.upload_concurrency,
+            encoders=encoder_threads(),
+        )
         self.progressed_at = clock.monotonic()
 
     def probe(self, run: Run) -> None:
@@ -112,16 +118,27 @@ class Pipeline:
             known = self._table.get(run.key, ident)
             if known is not None and rank in known.uploaded:
                 return  # queued once more while it was on its way: by a Seal of another rank, or by the scan
-            sent = upload_segment(
+            done = self._uploader.upload(
                 run.store,
-                self._staging,
                 Segment(run_key=run.key, ident=ident, rank=rank),
-                part_nbytes=self._settings.part_nbytes,
-                concurrency=self._settings.upload_concurrency,
+                lending=run.lending,
+                compression=run.compression,
+                wanted=run.config.compression or self._settings.compression,
             )
-            event(_log, logging.INFO, "upload.done", run=run.key, checkpoint=ident, rank=rank, sent=sent)
+            event(
+                _log,
+                logging.INFO,
+                "upload.done",
+                run=run.key,
+                checkpoint=ident,
+                rank=rank,
+                nbytes=done.nbytes,
+                sent=done.sent_nbytes,
+                stored=done.stored_nbytes,
+                borrowed=done.borrowed_nbytes,
+            )
             self._progress()
-            record = self._table.add_uploaded(run.key, ident, rank)
+            record = self._table.add_uploaded(run.key, ident, rank, done.stored_nbytes)
             if record is not None and record.is_uploaded:
                 self.publish(run, ident)
 

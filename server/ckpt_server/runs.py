@@ -14,6 +14,9 @@ from ckpt.ops.known_groups import KnownGroups
 from ckpt.storage.base import Store
 from ckpt.storage.open import open_store
 from ckpt.storage.staging import RunConfig, StagingDir
+from ckpt_server.compression import COMPRESSION, Compression
+from ckpt_server.lending import Lending
+from ckpt_server.uploader import encoder_threads
 from ckpt_server.work import WorkQueue
 
 __all__ = ["Run", "Runs"]
@@ -33,6 +36,8 @@ class Run:
         uploads: segments on their way, ``upload_concurrency`` at once.
         control: everything short (probe, publish, commit, retention), so that the commit of one step
             never waits for the upload of the next.
+        lending: what its segments may borrow.
+        compression: whether compressing its uploads pays.
         known_groups: what commits of this run have proved already.
     """
 
@@ -42,6 +47,8 @@ class Run:
         self.key = key
         self.uploads = WorkQueue(f"upload-{key}", workers=workers, clock=clock)
         self.control = WorkQueue(f"control-{key}", workers=1, clock=clock)
+        self.lending = Lending()
+        self.compression = Compression(threads=encoder_threads(), clock=clock, name=key)
         self._opener = opener
         self._lock = threading.Lock()
         self._config = config  # guarded by self._lock
@@ -127,6 +134,13 @@ class Runs:
         key = keys.run_key(config.url)
         if config.keep_local < 1:
             raise InvalidInputError("keep_local must be at least 1", keep_local=config.keep_local)
+        if config.compression not in ("", *COMPRESSION):
+            raise InvalidInputError(
+                "not one of the allowed values",
+                option="compression",
+                value=config.compression,
+                allowed=COMPRESSION,
+            )
         for name in config.store_options:
             if any(word in name.lower() for word in _SECRET_WORDS):
                 raise InvalidInputError(

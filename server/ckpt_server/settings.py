@@ -28,6 +28,7 @@ class Settings:
         keep_local: newest committed steps kept on NVMe of a run that does not say how many.
         upload_concurrency: segments uploaded at once per run, and parts in flight per segment.
         part_nbytes: wanted part size of an upload, bytes.
+        compression: of uploads, for runs that do not say: "auto" (where it pays), "on", "off".
         scan_interval_s: how often the staging directory is looked through.
         idle_exit_s: embedded: leave after so long without work and without clients.
         linger_s: embedded: leave after so long without clients and without any progress of pending work.
@@ -57,6 +58,7 @@ class Settings:
     keep_local: int = 2
     upload_concurrency: int = 4
     part_nbytes: int = 16 * 1024 * 1024
+    compression: str = "auto"
     scan_interval_s: float = 2.0
     idle_exit_s: float = 10.0
     linger_s: float = 3600.0

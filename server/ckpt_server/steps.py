@@ -35,6 +35,7 @@ class StepRecord:
         sealed: ranks of the group whose segment is sealed here.
         uploaded: of those, the ones whose object is complete.
         nbytes: size of each sealed segment, by rank.
+        stored: of those uploaded by this process: what their objects came to in the store, by rank.
         sealed_at: Unix seconds of the first seal.
         error: why it failed, or why it is waiting.
         warnings: oddities that did not stop the commit; known to the server that made it.
@@ -48,6 +49,7 @@ class StepRecord:
     sealed: frozenset[int] = frozenset()
     uploaded: frozenset[int] = frozenset()
     nbytes: dict[int, int] = field(default_factory=dict)
+    stored: dict[int, int] = field(default_factory=dict)
     sealed_at: float = 0.0
     error: CkptError | None = None
     warnings: tuple[CkptError, ...] = ()
@@ -81,6 +83,7 @@ class StepRecord:
             group=self.group,
             uploaded_bytes=sum(self.nbytes.get(rank, 0) for rank in self.uploaded),
             total_bytes=sum(self.nbytes.values()),
+            stored_bytes=sum(self.stored.get(rank, self.nbytes.get(rank, 0)) for rank in self.uploaded),
             error=error_to_info(self.error) if self.error is not None else None,
             warnings=[error_to_info(warning) for warning in self.warnings],
         )
@@ -140,14 +143,21 @@ class StepTable:
                 self._bump(key)
             return new
 
-    def add_uploaded(self, run_key: str, ident: CheckpointId, rank: int) -> StepRecord | None:
+    def add_uploaded(
+        self, run_key: str, ident: CheckpointId, rank: int, stored_nbytes: int
+    ) -> StepRecord | None:
         """Note that a rank's object is complete; clears a retry's error. None where there is no record."""
         key = (run_key, ident)
         with self._changed:
             old = self._records.get(key)
             if old is None:
                 return None
-            new = replace(old, uploaded=old.uploaded | {rank}, error=old.error if old.is_failed else None)
+            new = replace(
+                old,
+                uploaded=old.uploaded | {rank},
+                stored={**old.stored, rank: stored_nbytes},
+                error=old.error if old.is_failed else None,
+            )
             if not _same(old, new):
                 self._records[key] = new
                 self._bump(key)

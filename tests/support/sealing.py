@@ -85,11 +85,12 @@ def seal(
     *,
     parent: CheckpointId | None = None,
     state: object = None,
+    chunk_nbytes: int = CHUNK_NBYTES,
 ) -> None:
     """Seal the segment of ``rank``: bytes, layout, then the index; ``state`` is its plain state, if any."""
     image, entries = segment_bytes(world, rank)
     number = next(i for i, ranks in enumerate(world.groups) if rank in ranks)
-    chunks = [image[start : start + CHUNK_NBYTES] for start in range(0, len(image), CHUNK_NBYTES)]
+    chunks = [image[start : start + chunk_nbytes] for start in range(0, len(image), chunk_nbytes)]
     index = disk_pb2.SegmentIndex(
         run=run_key.rpartition("-")[0],
         id=ident.to_proto(),
@@ -100,7 +101,7 @@ def seal(
         layout_digest=world.layouts.digest,
         tensors=entries,
         chunks=disk_pb2.ChunkTable(
-            chunk_nbytes=CHUNK_NBYTES, digests=b"".join(digest(chunk) for chunk in chunks)
+            chunk_nbytes=chunk_nbytes, digests=b"".join(digest(chunk) for chunk in chunks)
         ),
         captured_at=1_700_000_000.0 + ident.step,
         environment={"torch": "2.13"},

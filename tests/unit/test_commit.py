@@ -11,7 +11,7 @@ import pytest
 from ckpt.digest import Buffer, digest
 from ckpt.errors import CorruptError, UnavailableError
 from ckpt.format.ids import CheckpointId
-from ckpt.format.keys import group_key, layout_key, manifest_key, segment_key
+from ckpt.format.keys import MANIFESTS, group_key, layout_key, manifest_key, segment_key
 from ckpt.format.layout import LayoutSet, Mesh, Shard, TensorLayout
 from ckpt.format.manifest import encode_group_index, group_header
 from ckpt.ops.catalog import exists, latest, list_checkpoints, load_checkpoint, read_manifest
@@ -85,7 +85,7 @@ class Flaky(CountingStore):
     failed = False
 
     def put_new(self, key: str, data: Buffer) -> None:
-        if self.failed:
+        if self.failed or not key.startswith(MANIFESTS):
             super().put_new(key, data)
             return
         self.failed = True
@@ -107,7 +107,7 @@ class Overtaken(CountingStore):
     """A rival's manifest arrives just before ours."""
 
     def put_new(self, key: str, data: Buffer) -> None:
-        if not exists(self.inner, IDENT):
+        if key.startswith(MANIFESTS) and not exists(self.inner, IDENT):
             assert try_commit(self.inner, IDENT).state is CommitState.COMMITTED
         super().put_new(key, data)
 

@@ -10,6 +10,7 @@ from ckpt.errors import CorruptError, InvalidInputError, NotFoundError, RefusedE
 from ckpt.format.ids import CheckpointId
 from ckpt.format.keys import (
     group_key,
+    held_key,
     index_prefix,
     layout_key,
     manifest_key,
@@ -246,13 +247,19 @@ def test_segments_that_a_kept_checkpoint_needs_stay_until_it_goes() -> None:
     verdicts = plan_retention(store, keep_last=1)
     report = execute_prune(store, verdicts)
     assert (report.deleted, report.held) == ((ident(10),), (ident(10),))
-    assert keys_of(store, ident(10)) == sorted(segment_key(ident(10), rank) for rank in (0, 1))
+    kept = [*sorted(segment_key(ident(10), rank) for rank in (0, 1)), held_key(ident(10))]
+    assert keys_of(store, ident(10)) == kept
     swept(store, older_than_s=0, clock=FakeClock(4e9))
     assert verify_deep(load_checkpoint(store, borrower)) == []
     build_checkpoint(store, 30)
-    prune(store, keep_last=1)
-    assert swept(store, older_than_s=0, clock=FakeClock(4e9)) == 2
-    assert keys_of(store, ident(10)) == []
+    verdicts = plan_retention(store, keep_last=1)
+    dry = execute_prune(store, verdicts, dry_run=True)
+    assert dry.freed == (ident(10),)
+    before = len(list(store.list_keys("")))
+    report = execute_prune(store, verdicts)
+    assert report == dry
+    assert report.deleted_objects == before - len(list(store.list_keys("")))
+    assert keys_of(store, ident(10)) == keys_of(store, ident(20)) == []
 
 
 def test_the_sweep_takes_only_what_is_old_overtaken_and_needed_by_nobody() -> None:

@@ -180,7 +180,7 @@ def test_a_manifest_with_wrong_claims_is_found() -> None:
     manifest.tensor_count = 4
     store.put(manifest_key(IDENT), encode_manifest(manifest))
     found = verify_quick(load_checkpoint(store, IDENT))
-    assert {p.context["field"] for p in found} == {"nbytes", "tensor_count"}
+    assert {p.context["field"] for p in found} == {"nbytes", "stored_nbytes", "tensor_count"}
 
 
 def test_an_index_that_lists_other_arrays_than_the_layout_says_is_found() -> None:

@@ -90,6 +90,8 @@ class CheckpointManager:
         keep_last: newest checkpoints kept in the store; None keeps all.
         keep_every: also keep steps divisible by this.
         keep_local: newest committed steps kept on NVMe for fast restarts.
+        compression: of what is uploaded: "auto" (where the server measures that it pays), "on" or "off";
+            default: as the server is set, which is auto. Exact in any case.
         replication_factor: copies of every sealed segment on NVMe, the node's own included; 2 keeps one on
             another node, in another failure domain where there is one. 1 (default): none. Needs servers that
             listen for one another; see docs/replication.md.
@@ -140,6 +142,7 @@ class CheckpointManager:
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_local: int = 2,
+        compression: Literal["auto", "on", "off"] | None = None,
         replication_factor: int = 1,
         replication_jump: int | None = None,
         replication_rate: float | None = None,
@@ -158,7 +161,7 @@ class CheckpointManager:
         check_choice("on_busy", on_busy, ("wait", "skip", "fail"))
         check_choice("on_error", on_error, ("raise", "warn"))
         self._config = with_replication(
-            run_config(os.fspath(url), store_options, keep_last, keep_every, keep_local),
+            run_config(os.fspath(url), store_options, keep_last, keep_every, keep_local, compression),
             replication_factor,
             replication_jump,
             replication_rate,

@@ -66,7 +66,10 @@ def run_config(
     keep_last: int | None,
     keep_every: int | None,
     keep_local: int,
+    compression: str | None = None,
 ) -> RunConfig:
+    if compression is not None:
+        check_choice("compression", compression, ("auto", "on", "off"))
     for name, value, least in (
         ("keep_last", keep_last, 1),
         ("keep_every", keep_every, 1),
@@ -90,6 +93,7 @@ def run_config(
         keep_local=keep_local,
         keep_last=keep_last or 0,
         keep_every=keep_every or 0,
+        compression=compression or "",
     )
 
 

@@ -124,7 +124,7 @@ class UploadRecord(_message.Message):
     def __init__(self, object_key: _Optional[str] = ..., nbytes: _Optional[int] = ..., chunks: _Optional[_Union[ChunkTable, _Mapping]] = ...) -> None: ...
 
 class SegmentSummary(_message.Message):
-    __slots__ = ("rank", "object_key", "nbytes", "layout_digest", "index_offset", "index_nbytes", "index_digest", "state_digest", "references", "has_explicit_boxes", "audit")
+    __slots__ = ("rank", "object_key", "nbytes", "layout_digest", "index_offset", "index_nbytes", "index_digest", "state_digest", "references", "has_explicit_boxes", "audit", "stored_nbytes", "pack")
     RANK_FIELD_NUMBER: _ClassVar[int]
     OBJECT_KEY_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
@@ -136,6 +136,8 @@ class SegmentSummary(_message.Message):
     REFERENCES_FIELD_NUMBER: _ClassVar[int]
     HAS_EXPLICIT_BOXES_FIELD_NUMBER: _ClassVar[int]
     AUDIT_FIELD_NUMBER: _ClassVar[int]
+    STORED_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    PACK_FIELD_NUMBER: _ClassVar[int]
     rank: int
     object_key: str
     nbytes: int
@@ -147,7 +149,9 @@ class SegmentSummary(_message.Message):
     references: _containers.RepeatedCompositeFieldContainer[_common_pb2.CheckpointId]
     has_explicit_boxes: bool
     audit: ReplicaAudit
-    def __init__(self, rank: _Optional[int] = ..., object_key: _Optional[str] = ..., nbytes: _Optional[int] = ..., layout_digest: _Optional[bytes] = ..., index_offset: _Optional[int] = ..., index_nbytes: _Optional[int] = ..., index_digest: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., references: _Optional[_Iterable[_Union[_common_pb2.CheckpointId, _Mapping]]] = ..., has_explicit_boxes: bool = ..., audit: _Optional[_Union[ReplicaAudit, _Mapping]] = ...) -> None: ...
+    stored_nbytes: int
+    pack: str
+    def __init__(self, rank: _Optional[int] = ..., object_key: _Optional[str] = ..., nbytes: _Optional[int] = ..., layout_digest: _Optional[bytes] = ..., index_offset: _Optional[int] = ..., index_nbytes: _Optional[int] = ..., index_digest: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., references: _Optional[_Iterable[_Union[_common_pb2.CheckpointId, _Mapping]]] = ..., has_explicit_boxes: bool = ..., audit: _Optional[_Union[ReplicaAudit, _Mapping]] = ..., stored_nbytes: _Optional[int] = ..., pack: _Optional[str] = ...) -> None: ...
 
 class GroupHeader(_message.Message):
     __slots__ = ("run", "id", "group", "world_size", "segments", "written_at", "parent", "environment")
@@ -177,7 +181,7 @@ class GroupHeader(_message.Message):
     def __init__(self, run: _Optional[str] = ..., id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., group: _Optional[_Union[_common_pb2.NodeGroup, _Mapping]] = ..., world_size: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[SegmentSummary, _Mapping]]] = ..., written_at: _Optional[float] = ..., parent: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., environment: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("run", "id", "write_id", "world_size", "group_count", "layout_digest", "groups_digest", "nbytes", "tensor_count", "has_explicit_boxes", "committed_at", "parent", "references", "environment", "state_ranks")
+    __slots__ = ("run", "id", "write_id", "world_size", "group_count", "layout_digest", "groups_digest", "nbytes", "tensor_count", "has_explicit_boxes", "committed_at", "parent", "references", "environment", "state_ranks", "stored_nbytes")
     class EnvironmentEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -200,6 +204,7 @@ class Manifest(_message.Message):
     REFERENCES_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
     STATE_RANKS_FIELD_NUMBER: _ClassVar[int]
+    STORED_NBYTES_FIELD_NUMBER: _ClassVar[int]
     run: str
     id: _common_pb2.CheckpointId
     write_id: bytes
@@ -215,4 +220,23 @@ class Manifest(_message.Message):
     references: _containers.RepeatedCompositeFieldContainer[_common_pb2.CheckpointId]
     environment: _containers.ScalarMap[str, str]
     state_ranks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, run: _Optional[str] = ..., id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., write_id: _Optional[bytes] = ..., world_size: _Optional[int] = ..., group_count: _Optional[int] = ..., layout_digest: _Optional[bytes] = ..., groups_digest: _Optional[bytes] = ..., nbytes: _Optional[int] = ..., tensor_count: _Optional[int] = ..., has_explicit_boxes: bool = ..., committed_at: _Optional[float] = ..., parent: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., references: _Optional[_Iterable[_Union[_common_pb2.CheckpointId, _Mapping]]] = ..., environment: _Optional[_Mapping[str, str]] = ..., state_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+    stored_nbytes: int
+    def __init__(self, run: _Optional[str] = ..., id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., write_id: _Optional[bytes] = ..., world_size: _Optional[int] = ..., group_count: _Optional[int] = ..., layout_digest: _Optional[bytes] = ..., groups_digest: _Optional[bytes] = ..., nbytes: _Optional[int] = ..., tensor_count: _Optional[int] = ..., has_explicit_boxes: bool = ..., committed_at: _Optional[float] = ..., parent: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., references: _Optional[_Iterable[_Union[_common_pb2.CheckpointId, _Mapping]]] = ..., environment: _Optional[_Mapping[str, str]] = ..., state_ranks: _Optional[_Iterable[int]] = ..., stored_nbytes: _Optional[int] = ...) -> None: ...
+
+class Borrows(_message.Message):
+    __slots__ = ("id", "base", "references")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    REFERENCES_FIELD_NUMBER: _ClassVar[int]
+    id: _common_pb2.CheckpointId
+    base: _common_pb2.CheckpointId
+    references: _containers.RepeatedCompositeFieldContainer[_common_pb2.CheckpointId]
+    def __init__(self, id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., base: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., references: _Optional[_Iterable[_Union[_common_pb2.CheckpointId, _Mapping]]] = ...) -> None: ...
+
+class Held(_message.Message):
+    __slots__ = ("id", "object_keys")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    OBJECT_KEYS_FIELD_NUMBER: _ClassVar[int]
+    id: _common_pb2.CheckpointId
+    object_keys: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., object_keys: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from ckpt_proto.v1 import common_pb2 as ckpt__proto_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x63kpt_proto/v1/staging.proto\x12\x07\x63kpt.v1\x1a\x1a\x63kpt_proto/v1/common.proto\"\xb7\x02\n\tRunConfig\x12\x0b\n\x03url\x18\x01 \x01(\t\x12;\n\rstore_options\x18\x02 \x03(\x0b\x32$.ckpt.v1.RunConfig.StoreOptionsEntry\x12\x12\n\nkeep_local\x18\x03 \x01(\r\x12\x11\n\tkeep_last\x18\x04 \x01(\r\x12\x12\n\nkeep_every\x18\x05 \x01(\x04\x12 \n\x05peers\x18\x06 \x03(\x0b\x32\x11.ckpt.v1.PeerNode\x12\x1a\n\x12replication_factor\x18\x07 \x01(\r\x12\x18\n\x10replication_jump\x18\x08 \x01(\r\x12\x18\n\x10replication_rate\x18\t \x01(\x04\x1a\x33\n\x11StoreOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"b\n\x0fRegisterRequest\x12\"\n\x06\x63onfig\x18\x01 \x01(\x0b\x32\x12.ckpt.v1.RunConfig\x12\x14\n\x0cstaging_path\x18\x02 \x01(\t\x12\x15\n\rstaging_token\x18\x03 \x01(\x0c\"i\n\x10RegisterResponse\x12\x0f\n\x07run_key\x18\x01 \x01(\t\x12\x13\n\x0bshares_path\x18\x02 \x01(\x08\x12\x17\n\x0f\x63onditional_put\x18\x03 \x01(\x08\x12\x16\n\x0eserver_version\x18\x04 \x01(\t\"n\n\x0bSealRequest\x12\x0f\n\x07run_key\x18\x01 \x01(\t\x12!\n\x02id\x18\x02 \x01(\x0b\x32\x15.ckpt.v1.CheckpointId\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\r\n\x05index\x18\x04 \x01(\x0c\x12\x0e\n\x06layout\x18\x05 \x01(\x0c\"\xa2\x01\n\x0cSealResponse\x12,\n\x06result\x18\x01 \x01(\x0e\x32\x1c.ckpt.v1.SealResponse.Result\x12\x15\n\rwanted_chunks\x18\x02 \x03(\r\"M\n\x06Result\x12\x16\n\x12RESULT_UNSPECIFIED\x10\x00\x12\x13\n\x0fRESULT_ACCEPTED\x10\x01\x12\x16\n\x12RESULT_NEED_CHUNKS\x10\x02\"c\n\x0fPutChunksHeader\x12\x0f\n\x07run_key\x18\x01 \x01(\t\x12!\n\x02id\x18\x02 \x01(\x0b\x32\x15.ckpt.v1.CheckpointId\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0e\n\x06\x63hunks\x18\x04 \x03(\r\" \n\rStatusRequest\x12\x0f\n\x07run_key\x18\x01 \x01(\t\"x\n\x0eStatusResponse\x12\"\n\x05steps\x18\x01 \x03(\x0b\x32\x13.ckpt.v1.StepStatus\x12\x16\n\x0eserver_version\x18\x02 \x01(\t\x12\x18\n\x10oldest_pending_s\x18\x03 \x01(\x01\x12\x10\n\x08\x65mbedded\x18\x04 \x01(\x08\"\xbf\x03\n\nStepStatus\x12\x0f\n\x07run_key\x18\x01 \x01(\t\x12!\n\x02id\x18\x02 \x01(\x0b\x32\x15.ckpt.v1.CheckpointId\x12(\n\x05state\x18\x03 \x01(\x0e\x32\x19.ckpt.v1.StepStatus.State\x12\x14\n\x0csealed_ranks\x18\x04 \x03(\r\x12!\n\x05group\x18\x05 \x01(\x0b\x32\x12.ckpt.v1.NodeGroup\x12\x16\n\x0euploaded_bytes\x18\x06 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x07 \x01(\x04\x12!\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x12.ckpt.v1.ErrorInfo\x12\x0b\n\x03url\x18\t \x01(\t\x12$\n\x08warnings\x18\n \x03(\x0b\x32\x12.ckpt.v1.ErrorInfo\"\x96\x01\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_SEALING\x10\x01\x12\x13\n\x0fSTATE_UPLOADING\x10\x02\x12\x12\n\x0eSTATE_UPLOADED\x10\x03\x12\x13\n\x0fSTATE_COMMITTED\x10\x04\x12\x10\n\x0cSTATE_FAILED\x10\x05\x12\x13\n\x0fSTATE_ABANDONED\x10\x06\x32\xf2\x01\n\x07Staging\x12?\n\x08Register\x12\x18.ckpt.v1.RegisterRequest\x1a\x19.ckpt.v1.RegisterResponse\x12\x33\n\x04Seal\x12\x14.ckpt.v1.SealRequest\x1a\x15.ckpt.v1.SealResponse\x12\x39\n\x06Status\x12\x16.ckpt.v1.StatusRequest\x1a\x17.ckpt.v1.StatusResponse\x12\x36\n\x05Watch\x12\x16.ckpt.v1.StatusRequest\x1a\x13.ckpt.v1.StepStatus0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x63kpt_proto/v1/staging.proto\x12\x07\x63kpt.v1\x1a\x1a\x63kpt_proto/v1/common.proto\"\xcc\x02\n\tRunConfig\x12\x0b\n\x03url\x18\x01 \x01(\t\x12;\n\rstore_options\x18\x02 \x03(\x0b\x32$.ckpt.v1.RunConfig.StoreOptionsEntry\x12\x12\n\nkeep_local\x18\x03 \x01(\r\x12\x11\n\tkeep_last\x18\x04 \x01(\r\x12\x12\n\nkeep_every\x18\x05 \x01(\x04\x12\x13\n\x0b\x63ompression\x18\x14 \x01(\t\x12 \n\x05peers\x18\x06 \x03(\x0b\x32\x11.ckpt.v1.PeerNode\x12\x1a\n\x12replication_factor\x18\x07 \x01(\r\x12\x18\n\x10replication_jump\x18\x08 \x01(\r\x12\x18\n\x10replication_rate\x18\t \x01(\x04\x1a\x33\n\x11StoreOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"b\n\x0fRegisterRequest\x12\"\n\x06\x63onfig\x18\x01 \x01(\x0b\x32\x12.ckpt.v1.RunConfig\x12\x14\n\x0cstaging_path\x18\x02 \x01(\t\x12\x15\n\rstaging_token\x18\x03 \x01(\x0c\"i\n\x10RegisterResponse\x12\x0f\n\x07run_key\x18\x01 \x01(\t\x12\x13\n\x0bshares_path\x18\x02 \x01(\x08\x12\x17\n\x0f\x63onditional_put\x18\x03 \x01(\x08\x12\x16\n\x0eserver_version\x18\x04 \x01(\t\"n\n\x0bSealRequest\x12\x0f\n\x07run_key\x18\x01 \x01(\t\x12!\n\x02id\x18\x02 \x01(\x0b\x32\x15.ckpt.v1.CheckpointId\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\r\n\x05index\x18\x04 \x01(\x0c\x12\x0e\n\x06layout\x18\x05 \x01(\x0c\"\xa2\x01\n\x0cSealResponse\x12,\n\x06result\x18\x01 \x01(\x0e\x32\x1c.ckpt.v1.SealResponse.Result\x12\x15\n\rwanted_chunks\x18\x02 \x03(\r\"M\n\x06Result\x12\x16\n\x12RESULT_UNSPECIFIED\x10\x00\x12\x13\n\x0fRESULT_ACCEPTED\x10\x01\x12\x16\n\x12RESULT_NEED_CHUNKS\x10\x02\"c\n\x0fPutChunksHeader\x12\x0f\n\x07run_key\x18\x01 \x01(\t\x12!\n\x02id\x18\x02 \x01(\x0b\x32\x15.ckpt.v1.CheckpointId\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0e\n\x06\x63hunks\x18\x04 \x03(\r\" \n\rStatusRequest\x12\x0f\n\x07run_key\x18\x01 \x01(\t\"x\n\x0eStatusResponse\x12\"\n\x05steps\x18\x01 \x03(\x0b\x32\x13.ckpt.v1.StepStatus\x12\x16\n\x0eserver_version\x18\x02 \x01(\t\x12\x18\n\x10oldest_pending_s\x18\x03 \x01(\x01\x12\x10\n\x08\x65mbedded\x18\x04 \x01(\x08\"\xd5\x03\n\nStepStatus\x12\x0f\n\x07run_key\x18\x01 \x01(\t\x12!\n\x02id\x18\x02 \x01(\x0b\x32\x15.ckpt.v1.CheckpointId\x12(\n\x05state\x18\x03 \x01(\x0e\x32\x19.ckpt.v1.StepStatus.State\x12\x14\n\x0csealed_ranks\x18\x04 \x03(\r\x12!\n\x05group\x18\x05 \x01(\x0b\x32\x12.ckpt.v1.NodeGroup\x12\x16\n\x0euploaded_bytes\x18\x06 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x07 \x01(\x04\x12!\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x12.ckpt.v1.ErrorInfo\x12\x0b\n\x03url\x18\t \x01(\t\x12$\n\x08warnings\x18\n \x03(\x0b\x32\x12.ckpt.v1.ErrorInfo\x12\x14\n\x0cstored_bytes\x18\x14 \x01(\x04\"\x96\x01\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_SEALING\x10\x01\x12\x13\n\x0fSTATE_UPLOADING\x10\x02\x12\x12\n\x0eSTATE_UPLOADED\x10\x03\x12\x13\n\x0fSTATE_COMMITTED\x10\x04\x12\x10\n\x0cSTATE_FAILED\x10\x05\x12\x13\n\x0fSTATE_ABANDONED\x10\x06\x32\xf2\x01\n\x07Staging\x12?\n\x08Register\x12\x18.ckpt.v1.RegisterRequest\x1a\x19.ckpt.v1.RegisterResponse\x12\x33\n\x04Seal\x12\x14.ckpt.v1.SealRequest\x1a\x15.ckpt.v1.SealResponse\x12\x39\n\x06Status\x12\x16.ckpt.v1.StatusRequest\x1a\x17.ckpt.v1.StatusResponse\x12\x36\n\x05Watch\x12\x16.ckpt.v1.StatusRequest\x1a\x13.ckpt.v1.StepStatus0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,29 +35,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RUNCONFIG_STOREOPTIONSENTRY']._loaded_options = None
   _globals['_RUNCONFIG_STOREOPTIONSENTRY']._serialized_options = b'8\001'
   _globals['_RUNCONFIG']._serialized_start=69
-  _globals['_RUNCONFIG']._serialized_end=380
-  _globals['_RUNCONFIG_STOREOPTIONSENTRY']._serialized_start=329
-  _globals['_RUNCONFIG_STOREOPTIONSENTRY']._serialized_end=380
-  _globals['_REGISTERREQUEST']._serialized_start=382
-  _globals['_REGISTERREQUEST']._serialized_end=480
-  _globals['_REGISTERRESPONSE']._serialized_start=482
-  _globals['_REGISTERRESPONSE']._serialized_end=587
-  _globals['_SEALREQUEST']._serialized_start=589
-  _globals['_SEALREQUEST']._serialized_end=699
-  _globals['_SEALRESPONSE']._serialized_start=702
-  _globals['_SEALRESPONSE']._serialized_end=864
-  _globals['_SEALRESPONSE_RESULT']._serialized_start=787
-  _globals['_SEALRESPONSE_RESULT']._serialized_end=864
-  _globals['_PUTCHUNKSHEADER']._serialized_start=866
-  _globals['_PUTCHUNKSHEADER']._serialized_end=965
-  _globals['_STATUSREQUEST']._serialized_start=967
-  _globals['_STATUSREQUEST']._serialized_end=999
-  _globals['_STATUSRESPONSE']._serialized_start=1001
-  _globals['_STATUSRESPONSE']._serialized_end=1121
-  _globals['_STEPSTATUS']._serialized_start=1124
-  _globals['_STEPSTATUS']._serialized_end=1571
-  _globals['_STEPSTATUS_STATE']._serialized_start=1421
-  _globals['_STEPSTATUS_STATE']._serialized_end=1571
-  _globals['_STAGING']._serialized_start=1574
-  _globals['_STAGING']._serialized_end=1816
+  _globals['_RUNCONFIG']._serialized_end=401
+  _globals['_RUNCONFIG_STOREOPTIONSENTRY']._serialized_start=350
+  _globals['_RUNCONFIG_STOREOPTIONSENTRY']._serialized_end=401
+  _globals['_REGISTERREQUEST']._serialized_start=403
+  _globals['_REGISTERREQUEST']._serialized_end=501
+  _globals['_REGISTERRESPONSE']._serialized_start=503
+  _globals['_REGISTERRESPONSE']._serialized_end=608
+  _globals['_SEALREQUEST']._serialized_start=610
+  _globals['_SEALREQUEST']._serialized_end=720
+  _globals['_SEALRESPONSE']._serialized_start=723
+  _globals['_SEALRESPONSE']._serialized_end=885
+  _globals['_SEALRESPONSE_RESULT']._serialized_start=808
+  _globals['_SEALRESPONSE_RESULT']._serialized_end=885
+  _globals['_PUTCHUNKSHEADER']._serialized_start=887
+  _globals['_PUTCHUNKSHEADER']._serialized_end=986
+  _globals['_STATUSREQUEST']._serialized_start=988
+  _globals['_STATUSREQUEST']._serialized_end=1020
+  _globals['_STATUSRESPONSE']._serialized_start=1022
+  _globals['_STATUSRESPONSE']._serialized_end=1142
+  _globals['_STEPSTATUS']._serialized_start=1145
+  _globals['_STEPSTATUS']._serialized_end=1614
+  _globals['_STEPSTATUS_STATE']._serialized_start=1464
+  _globals['_STEPSTATUS_STATE']._serialized_end=1614
+  _globals['_STAGING']._serialized_start=1617
+  _globals['_STAGING']._serialized_end=1859
 # @@protoc_insertion_point(module_scope)

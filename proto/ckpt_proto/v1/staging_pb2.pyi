@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RunConfig(_message.Message):
-    __slots__ = ("url", "store_options", "keep_local", "keep_last", "keep_every", "peers", "replication_factor", "replication_jump", "replication_rate")
+    __slots__ = ("url", "store_options", "keep_local", "keep_last", "keep_every", "compression", "peers", "replication_factor", "replication_jump", "replication_rate")
     class StoreOptionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,7 @@ class RunConfig(_message.Message):
     KEEP_LOCAL_FIELD_NUMBER: _ClassVar[int]
     KEEP_LAST_FIELD_NUMBER: _ClassVar[int]
     KEEP_EVERY_FIELD_NUMBER: _ClassVar[int]
+    COMPRESSION_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     REPLICATION_FACTOR_FIELD_NUMBER: _ClassVar[int]
     REPLICATION_JUMP_FIELD_NUMBER: _ClassVar[int]
@@ -30,11 +31,12 @@ class RunConfig(_message.Message):
     keep_local: int
     keep_last: int
     keep_every: int
+    compression: str
     peers: _containers.RepeatedCompositeFieldContainer[_common_pb2.PeerNode]
     replication_factor: int
     replication_jump: int
     replication_rate: int
-    def __init__(self, url: _Optional[str] = ..., store_options: _Optional[_Mapping[str, str]] = ..., keep_local: _Optional[int] = ..., keep_last: _Optional[int] = ..., keep_every: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[_common_pb2.PeerNode, _Mapping]]] = ..., replication_factor: _Optional[int] = ..., replication_jump: _Optional[int] = ..., replication_rate: _Optional[int] = ...) -> None: ...
+    def __init__(self, url: _Optional[str] = ..., store_options: _Optional[_Mapping[str, str]] = ..., keep_local: _Optional[int] = ..., keep_last: _Optional[int] = ..., keep_every: _Optional[int] = ..., compression: _Optional[str] = ..., peers: _Optional[_Iterable[_Union[_common_pb2.PeerNode, _Mapping]]] = ..., replication_factor: _Optional[int] = ..., replication_jump: _Optional[int] = ..., replication_rate: _Optional[int] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("config", "staging_path", "staging_token")
@@ -119,7 +121,7 @@ class StatusResponse(_message.Message):
     def __init__(self, steps: _Optional[_Iterable[_Union[StepStatus, _Mapping]]] = ..., server_version: _Optional[str] = ..., oldest_pending_s: _Optional[float] = ..., embedded: bool = ...) -> None: ...
 
 class StepStatus(_message.Message):
-    __slots__ = ("run_key", "id", "state", "sealed_ranks", "group", "uploaded_bytes", "total_bytes", "error", "url", "warnings")
+    __slots__ = ("run_key", "id", "state", "sealed_ranks", "group", "uploaded_bytes", "total_bytes", "error", "url", "warnings", "stored_bytes")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[StepStatus.State]
@@ -146,6 +148,7 @@ class StepStatus(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
     run_key: str
     id: _common_pb2.CheckpointId
     state: StepStatus.State
@@ -156,4 +159,5 @@ class StepStatus(_message.Message):
     error: _common_pb2.ErrorInfo
     url: str
     warnings: _containers.RepeatedCompositeFieldContainer[_common_pb2.ErrorInfo]
-    def __init__(self, run_key: _Optional[str] = ..., id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., state: _Optional[_Union[StepStatus.State, str]] = ..., sealed_ranks: _Optional[_Iterable[int]] = ..., group: _Optional[_Union[_common_pb2.NodeGroup, _Mapping]] = ..., uploaded_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.ErrorInfo, _Mapping]] = ..., url: _Optional[str] = ..., warnings: _Optional[_Iterable[_Union[_common_pb2.ErrorInfo, _Mapping]]] = ...) -> None: ...
+    stored_bytes: int
+    def __init__(self, run_key: _Optional[str] = ..., id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., state: _Optional[_Union[StepStatus.State, str]] = ..., sealed_ranks: _Optional[_Iterable[int]] = ..., group: _Optional[_Union[_common_pb2.NodeGroup, _Mapping]] = ..., uploaded_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.ErrorInfo, _Mapping]] = ..., url: _Optional[str] = ..., warnings: _Optional[_Iterable[_Union[_common_pb2.ErrorInfo, _Mapping]]] = ..., stored_bytes: _Optional[int] = ...) -> None: ...
