@@ -32,7 +32,7 @@ from tests.support.server import Server
 
 NODES = {4: "aabb", 2: "aa"}
 Bits = dict[str, bytes]
-Told = tuple[int, Bits, dict[str, Any], list[dict[str, Any]]]
+Told = tuple[int, Bits, Bits, dict[str, Any], list[dict[str, Any]]]
 
 
 class Cluster:
@@ -141,10 +141,10 @@ def _run(rank: int, world: int, root: Path, kind: str, saves: list[int], committ
         handle = manager.save(until)
         (handle.upload_completion if until in committed else handle.local_completion).result(60)
         step = until
-    state = _bits(model, optimizer) if saves else restored
+    left = _bits(model, optimizer) if saves else restored
     barrier()  # no rank leaves before all have sealed
     done = events.of("restore.done")
-    return start, state, done[-1] if done else {}, events.of("restore.step_lost")
+    return start, restored, left, done[-1] if done else {}, events.of("restore.step_lost")
 
 
 def _bits(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Bits:
@@ -161,7 +161,7 @@ def run(
 def sums(told: list[Told]) -> dict[str, int]:
     """Bytes by tier over all ranks."""
     return {
-        tier: sum(fields[f"{tier}_nbytes"] for _, _, fields, _ in told)
+        tier: sum(fields[f"{tier}_nbytes"] for *_, fields, _ in told)
         for tier in ("local", "replica", "peer", "remote")
     }
 
@@ -169,24 +169,21 @@ def sums(told: list[Told]) -> dict[str, int]:
 def test_trainers_die_and_their_hosts_live_nothing_comes_from_the_store(cluster: Cluster) -> None:
     cluster.block_uploads()
     first = run(cluster, 4, saves=(4,))
-    again = run(cluster, 4)
+    again = run(cluster, 4, saves=(5,))
     assert [start for start, *_ in again] == [4] * 4
-    for _, state, done, lost in again:
-        assert state == first[0][1]
+    for _, restored, _, done, lost in again:
+        assert restored == first[0][2]
         assert (done["staged"], done["remote_nbytes"], lost) == (True, 0, [])
         assert done["local_nbytes"] > 0
     with closing(open_store(cluster.url)) as store:
         assert catalog.latest(store) is None  # it was not committed, and is the parent all the same
         assert read_attempt(store, 2).parent == CheckpointId(4, 1)
         cluster.unblock_uploads()
-        third = run(cluster, 4, saves=(5,), committed=(5,))
-        assert [start for start, *_ in third] == [4] * 4
-        for name in "ab":  # the servers commit what was resumed from
-            cluster.servers[name].wait_for(cluster.run_key, CheckpointId(4, 1))
-        assert [str(one) for one in catalog.candidates(store)] == [
-            str(CheckpointId(5, 3)),
-            str(CheckpointId(4, 1)),
-        ]
+        line = [CheckpointId(5, 2), CheckpointId(4, 1)]
+        for name in "ab":  # the servers commit what was resumed from too
+            for ident in line:
+                cluster.servers[name].wait_for(cluster.run_key, ident)
+        assert list(catalog.candidates(store)) == line
 
 
 def test_a_node_lost_with_its_disk_is_read_from_its_replicas(cluster: Cluster) -> None:
@@ -197,9 +194,8 @@ def test_a_node_lost_with_its_disk_is_read_from_its_replicas(cluster: Cluster) -
     cluster.lose("b")
     again = run(cluster, 4)
     assert [start for start, *_ in again] == [4] * 4
-    for _, state, _, lost in again:
-        assert state == first[0][1]
-        assert lost == []
+    for _, restored, _, _, lost in again:
+        assert (restored, lost) == (first[0][2], [])
     on_a, on_b = sums(again[:2]), sums(again[2:])
     assert on_a["remote"] == on_b["remote"] == 0
     assert on_a["peer"] == 0  # what was lost lies here
@@ -208,9 +204,8 @@ def test_a_node_lost_with_its_disk_is_read_from_its_replicas(cluster: Cluster) -
     # Fewer ranks, split another way, on the node that is left: the same tiers.
     cluster.servers["b"].kill()
     resharded = run(cluster, 2, "tp")
-    for start, state, done, _ in resharded:
-        assert start == 4
-        assert state == first[0][1]
+    for start, restored, _, done, _ in resharded:
+        assert (start, restored) == (4, first[0][2])
         assert (done["peer_nbytes"], done["remote_nbytes"]) == (0, 0)
     assert sums(resharded)["replica"] >= cluster.nbytes(step, range(2, 4))
 
@@ -220,15 +215,15 @@ def test_a_node_that_left_the_job_still_serves_and_the_step_is_whole_only_with_i
     cluster.block_uploads()
     first = run(cluster, 4, saves=(4,))
     resharded = run(cluster, 2, "tp", saves=(5,))  # on node a alone; node b is asked, since it was in the job
-    for start, _, done, lost in resharded:
+    for start, restored, _, done, lost in resharded:
+        assert restored == first[0][2]
         assert (start, done["staged"], done["remote_nbytes"], lost) == (4, True, 0, [])
     assert sums(resharded)["peer"] >= cluster.nbytes(step, range(2, 4))
     grown = run(cluster, 4)
-    for start, state, done, _ in grown:
+    for start, restored, _, done, _ in grown:
         assert (start, done["staged"], done["remote_nbytes"]) == (5, True, 0)
-        assert state == resharded[0][1]
+        assert restored == resharded[0][2]
     assert not os.path.lexists(cluster.root / "store" / "run" / "manifests")
-    assert set(first[0][1]) == set(resharded[0][1])
 
 
 def test_all_copies_lost_falls_back_to_the_last_commit_and_names_the_loss(cluster: Cluster) -> None:
@@ -240,14 +235,14 @@ def test_all_copies_lost_falls_back_to_the_last_commit_and_names_the_loss(cluste
     (cluster.root / "store/run/data").unlink()
     shutil.move(cluster.root / "data", cluster.root / "store/run/data")
     again = run(cluster, 4)
-    for start, state, done, _ in again:
+    for start, restored, _, done, _ in again:
         assert (start, done["staged"]) == (2, False)
-        assert state == first[0][1]
+        assert restored == first[0][2]
     committed = cluster.nbytes(CheckpointId(2, 1), range(2))
     total = sum(sums(again)[tier] for tier in ("local", "peer", "remote"))
     assert sums(again[:2])["local"] >= committed
     assert 0 < sums(again)["remote"] < total  # node b's parts only; the rest is still on node a
-    (loss,) = again[0][3]
+    (loss,) = again[0][4]
     assert loss["checkpoint"] == str(CheckpointId(4, 2))
     assert (loss["ranks"], loss["restored"]) == ("2-3", str(CheckpointId(2, 1)))
     assert "rack-b" in loss["nodes"]
