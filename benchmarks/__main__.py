@@ -9,7 +9,21 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import catalog, cost, persist, restore, scale, stall, tiny
+from benchmarks import (
+    catalog,
+    checksums,
+    codec,
+    cost,
+    memory,
+    persist,
+    replicas,
+    reshard,
+    restore,
+    scale,
+    stall,
+    tiny,
+    upload,
+)
 from benchmarks.options import Options
 from benchmarks.report import RESULTS, Report
 
@@ -18,7 +32,13 @@ BENCHMARKS: dict[str, tuple[Callable[[Options], Report], tuple[str, ...]]] = {
     "stall": (stall.run, ("disk",)),
     "cost": (cost.run, ("disk",)),
     "persist": (persist.run, ("disk", "tmpfs")),
+    "upload": (upload.run, ("disk", "tmpfs")),
     "restore": (restore.run, ("disk", "tmpfs")),
+    "reshard": (reshard.run, ("disk",)),
+    "replicas": (replicas.run, ("disk",)),
+    "memory": (memory.run, ("disk",)),
+    "checksums": (checksums.run, ("disk", "tmpfs")),
+    "codec": (codec.run, ("disk",)),
     "tiny": (lambda options: tiny.run(quick=options.quick, folder=options.disk), ("disk",)),
     "catalog": (catalog.run, ("disk",)),
     "scale": (lambda options: scale.run(quick=options.quick, folder=options.disk), ("disk",)),

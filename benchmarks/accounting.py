@@ -114,7 +114,7 @@ class PeakMemory:
         return self
 
     def _watch(self) -> None:
-        while not self._stop.wait(0.02):
+        while not self._stop.wait(0.05):
             self._peak = max(self._peak, self._now())
 
     def __exit__(

@@ -18,7 +18,7 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -79,17 +79,27 @@ class Contestant:
         folder: its own.
         nbytes: wanted size of the training state.
         threads: compute threads of the training.
-        batch: sequences per step.
+        environment: added to the process's; it is forked from a server that may be older.
     """
 
-    def __init__(self, title: str, folder: Path, *, nbytes: int, threads: int, batch: int = 1) -> None:
+    def __init__(
+        self,
+        title: str,
+        folder: Path,
+        *,
+        nbytes: int,
+        threads: int,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.title = title
         self.peer = PEERS[title]
         folder.mkdir(parents=True)
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, title, folder, nbytes, threads, batch))
+        self._process = context.Process(
+            target=_serve, args=(theirs, title, folder, nbytes, threads, dict(environment or {}))
+        )
         self._process.start()
         theirs.close()
 
@@ -138,7 +148,13 @@ class Contestant:
 
 @contextlib.contextmanager
 def contestants(
-    titles: Sequence[str], root: Path, report: Report, *, nbytes: int, threads: int, batch: int = 1
+    titles: Sequence[str],
+    root: Path,
+    report: Report,
+    *,
+    nbytes: int,
+    threads: int,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[list[Contestant]]:
     """Start a contestant for each title; those that cannot be had become rows of the report that say why."""
     running: list[Contestant] = []
@@ -148,7 +164,7 @@ def contestants(
                 report.absent(title, "not installed: " + ", ".join(absent))
                 continue
             folder = root / f"contestant-{number}"
-            each = Contestant(title, folder, nbytes=nbytes, threads=threads, batch=batch)
+            each = Contestant(title, folder, nbytes=nbytes, threads=threads, environment=environment)
             try:
                 each.answer()
             except ContestantError as error:
@@ -198,11 +214,19 @@ def _next(connection: Connection) -> Any:
         return None
 
 
-def _serve(connection: Connection, title: str, folder: Path, nbytes: int, threads: int, batch: int) -> None:
+def _serve(
+    connection: Connection,
+    title: str,
+    folder: Path,
+    nbytes: int,
+    threads: int,
+    environment: dict[str, str],
+) -> None:
     """The contestant's process: set up, then turn after turn until it is told to stop."""
     import torch
 
     os.setsid()
+    os.environ.update(environment)
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)  # libraries say at every call that they run without accelerator
     quiet = os.open(folder / "output.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
@@ -213,7 +237,7 @@ def _serve(connection: Connection, title: str, folder: Path, nbytes: int, thread
     stage: Stage | None = None
     try:
         with Meter() as meter:
-            training = make_training(nbytes, batch=batch)
+            training = make_training(nbytes)
             stage = Stage(training, PEERS[title](training, folder), folder)
         connection.send(Turn(None, meter.cost))
         while (message := _next(connection)) is not None:

@@ -29,9 +29,9 @@ from benchmarks.report import Report
 __all__ = ["TITLES", "run", "window"]
 
 _MOST_STEPS = 500
-SLOW = {"DCP save", "DCP save, no crc32", "torch.save", "torch.save, no crc32", "safetensors"}
+_SLOW = {"DCP save", "DCP save, no crc32", "torch.save", "torch.save, no crc32", "safetensors"}
 # The synchronous libraries are left out: their cost is their stall (benchmark "stall") and more.
-TITLES = [title for title in SAVERS if title not in SLOW]
+TITLES = [title for title in SAVERS if title not in _SLOW]
 
 
 def run(options: Options) -> Report:

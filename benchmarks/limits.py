@@ -125,8 +125,10 @@ class WriterProcess:
 
     def close(self) -> None:
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait(30)
+        self._process.stdout.close()
 
 
 def _serve(nbytes: int) -> None:

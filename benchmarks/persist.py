@@ -79,6 +79,7 @@ def _tabulate(report: Report, limits: _RawWriters, turns: dict[str, list[Turn]],
         return
     fastest = min(seconds, key=lambda title: statistics.median(seconds[title]))
     limit = None
+    cpu_limit = statistics.median(meter.cost.cpu_s for meter in limits.costs[fastest])
     for title in sorted(seconds, key=lambda t: t != fastest):
         meters = limits.costs[title]
         row = report.add(
@@ -104,9 +105,13 @@ def _tabulate(report: Report, limits: _RawWriters, turns: dict[str, list[Turn]],
             durability=peer.durability if peer.durable else "fsync file+dir (by the harness)",
             cpu_s=cpu,
             foreign=max(turn.cost.foreign for turn in played),
-            note=f"{_cpu_per_gb(cpu, nbytes)}; itself: {peer.durability}, "
-            f"{statistics.median(turn.value['done_s'] for turn in played):.2f} s",
+            note=f"{_cpu_per_gb(cpu, nbytes)}, {_times(cpu, cpu_limit)} the limit's; "
+            f"itself: {peer.durability}, {statistics.median(turn.value['done_s'] for turn in played):.2f} s",
         )
+
+
+def _times(cpu_s: list[float], limit_s: float) -> str:
+    return f"{statistics.median(cpu_s) / max(limit_s, 0.01):.1f} x"  # 10 ms: what the counters resolve
 
 
 def _cpu_per_gb(cpu_s: list[float], nbytes: int) -> str:

@@ -16,18 +16,33 @@ from benchmarks.contestant import Stage, Turn, contestants, rounds
 from benchmarks.limits import READERS, RawFile
 from benchmarks.options import Options
 from benchmarks.peers import PEERS
-from benchmarks.peers.ours import NO_LIBRARY, BlockingCommitted, Copy, StoreOnly
+from benchmarks.peers.native import Dcp, TorchSave
+from benchmarks.peers.others import Safetensors, TorchCheckpointing, TorchSnapshot
+from benchmarks.peers.ours import BlockingCommitted, Copy, StoreOnly
 from benchmarks.report import Report, Row
 
 __all__ = ["TITLES", "keep_one_save", "load", "run"]
 
+# One for each way to load: the others read what these read, by the same calls.
 TITLES = [
-    Copy.title,
-    BlockingCommitted.title,
-    StoreOnly.title,
-    *(t for t in PEERS if "ckpt" not in t and "no crc32" not in t and PEERS[t] not in NO_LIBRARY),
+    each.title
+    for each in (
+        Copy,
+        BlockingCommitted,
+        StoreOnly,
+        TorchSave,
+        Dcp,
+        Safetensors,
+        TorchCheckpointing,
+        TorchSnapshot,
+    )
 ]
-_NAMES = {BlockingCommitted.title: "ckpt, from local NVMe"}
+_NAMES = {
+    BlockingCommitted.title: "ckpt, from local NVMe",
+    TorchSave.title: "torch.load",
+    Dcp.title: "DCP load",
+    TorchSnapshot.title: "torchsnapshot",
+}
 
 
 def run(options: Options) -> Report:

@@ -8,13 +8,13 @@ import sys
 from benchmarks.peers.base import Peer
 from benchmarks.peers.native import NATIVE
 from benchmarks.peers.others import NVRX_FOLDER, OTHERS
-from benchmarks.peers.ours import NO_LIBRARY, OURS, StoreOnly
+from benchmarks.peers.ours import NO_LIBRARY, OURS, StoreOnly, ToObjectStore
 
 __all__ = ["PEERS", "SAVERS", "Peer", "make_importable", "missing"]
 
-# By title. SAVERS differ in how they save; one more differs in where it restores from.
+# By title. SAVERS differ in how they save; others in where they save to or restore from.
 SAVERS: dict[str, type[Peer]] = {each.title: each for each in (*NO_LIBRARY, *OURS, *NATIVE, *OTHERS)}
-PEERS: dict[str, type[Peer]] = {**SAVERS, StoreOnly.title: StoreOnly}
+PEERS: dict[str, type[Peer]] = {**SAVERS, **{each.title: each for each in (StoreOnly, ToObjectStore)}}
 
 
 def make_importable() -> None:

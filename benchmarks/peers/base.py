@@ -57,6 +57,7 @@ class Peer(Protocol):
 class Synchronous:
     """Defaults for a library whose save returns when all is written. Base of the others, too."""
 
+    title: ClassVar[str]
     needs: ClassVar[tuple[str, ...]] = ()
     durability: ClassVar[str] = "none"
     durable: ClassVar[bool] = False
@@ -73,6 +74,9 @@ class Synchronous:
 
     def before_load(self, path: Path) -> None:
         pass
+
+    def load(self, path: Path) -> None:
+        raise NotImplementedError(f"{self.title} does not restore")
 
     def discard(self, path: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

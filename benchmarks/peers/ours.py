@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import json
+import os
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,10 +18,21 @@ from benchmarks.peers.base import Synchronous
 from benchmarks.training import Training, state_nbytes
 from ckpt.format.ids import CheckpointId
 from ckpt.format.keys import run_key
+from ckpt.storage.spares import retire_checkpoint
 from ckpt.storage.staging import StagingDir
 from ckpt_trainer_hooks import CheckpointManager
+from ckpt_trainer_hooks.handle import SaveHandle
 
-__all__ = ["NO_LIBRARY", "OURS", "BlockingCommitted", "Copy", "Floor", "Nothing", "StoreOnly"]
+__all__ = [
+    "NO_LIBRARY",
+    "OURS",
+    "BlockingCommitted",
+    "Copy",
+    "Floor",
+    "Nothing",
+    "StoreOnly",
+    "ToObjectStore",
+]
 
 
 class _Ours(Synchronous):
@@ -25,10 +41,11 @@ class _Ours(Synchronous):
     durable = True
     mode: ClassVar[Any]
     until: ClassVar[str]
+    url: ClassVar[str] = ""  # of the run; default a directory in the contestant's folder
 
     def __init__(self, training: Training, folder: Path) -> None:
         super().__init__(training, folder)
-        self._url = (folder / "store" / "run").as_uri()
+        self._url = self.url or (folder / "store" / "run").as_uri()
         # A named server that is not there: nothing is uploaded, everything else is as always.
         server = "unix:" + str(folder / "no-server.sock") if self.until == "local_completion" else None
         self._manager = CheckpointManager(
@@ -38,6 +55,7 @@ class _Ours(Synchronous):
             staging_dir=folder / "staging",
             mode=self.mode,
             server=server,
+            store_options=json.loads(os.environ.get("CKPT_BENCH_STORE_OPTIONS", "{}")) if self.url else None,
             keep_last=1,
             keep_local=1,
             pending_wait_s=0.0,
@@ -71,10 +89,10 @@ class _Ours(Synchronous):
         self._manager.restore(self._idents[path].step)
 
     def discard(self, path: Path) -> None:
-        """Remove the local parts; where there is a server, retention has done so already."""
+        """Retire the local parts as the staging server's retention would; where there is one, it has."""
         if self.until == "local_completion":
             ident = self._idents.pop(path)
-            shutil.rmtree(StagingDir(self.folder / "staging").checkpoint_dir(run_key(self._url), ident))
+            retire_checkpoint(StagingDir(self.folder / "staging"), run_key(self._url), ident)
 
     def close(self) -> None:
         self._manager.close()
@@ -137,6 +155,27 @@ class StoreOnly(BlockingCommitted):
         super().close()
 
 
+class ToObjectStore(BlockingCommitted):
+    """Commits to s3:// (where $CKPT_BENCH_STORE_OPTIONS says) by way of the real staging server."""
+
+    title = "ckpt, to an object store"
+    url = "s3://bench/run"
+
+    def save_now(self) -> SaveHandle:
+        self._number += 1
+        return self._manager.save(self._number)
+
+    def server_pid(self) -> int:
+        """Return the process id of the staging server; wait until it is up."""
+        said = self.folder / "staging" / "server.json"
+        deadline = time.monotonic() + 30
+        while not said.exists():
+            if time.monotonic() > deadline:
+                raise RuntimeError("the staging server did not start")
+            time.sleep(0.01)
+        return int(json.loads(said.read_text())["pid"])
+
+
 class Nothing(Synchronous):
     """The same loop without a save: what the measurement itself costs, and its noise."""
 
@@ -152,7 +191,7 @@ class Nothing(Synchronous):
 
 
 class Copy(Synchronous):
-    """One copy of the state into warm memory: the ideal stall of a blocking save."""
+    """One copy of the state into warm memory, tensor by tensor, with all threads of the training."""
 
     title = "one warmed copy, not written"
     durability = "-"
@@ -160,16 +199,28 @@ class Copy(Synchronous):
 
     def __init__(self, training: Training, folder: Path) -> None:
         super().__init__(training, folder)
-        self._source = list(training.tensors().values())
-        self._target = [torch.zeros_like(tensor) for tensor in self._source]
+        source = list(training.tensors().values())
+        target = [torch.zeros_like(tensor) for tensor in source]
+        self._kept = source, target
+        self._pairs = [(a.data_ptr(), b.data_ptr(), a.nbytes) for a, b in zip(target, source, strict=True)]
+        threads = torch.get_num_threads()
+        # Each thread has every so-many-th tensor, largest first, so that all have about as much.
+        self._pairs.sort(key=lambda pair: -pair[2])
+        self._shares = [self._pairs[number::threads] for number in range(threads)]
+        self._pool = ThreadPoolExecutor(threads)
 
     def save(self, path: Path) -> None:
-        for target, source in zip(self._target, self._source, strict=True):
-            target.copy_(source)
+        self._copy(self._shares)
 
     def load(self, path: Path) -> None:
-        for target, source in zip(self._target, self._source, strict=True):
-            source.copy_(target)
+        self._copy([[(b, a, n) for a, b, n in share] for share in self._shares])
+
+    def _copy(self, shares: list[list[tuple[int, int, int]]]) -> None:
+        def one(share: list[tuple[int, int, int]]) -> None:
+            for target, source, nbytes in share:
+                ctypes.memmove(target, source, nbytes)  # faster than Tensor.copy_; releases the GIL
+
+        list(self._pool.map(one, shares))
 
     def discard(self, path: Path) -> None:
         pass
