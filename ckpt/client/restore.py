@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.client.base import Client
-from ckpt.errors import UnavailableError
+from ckpt.dtypes import itemsize
+from ckpt.errors import CorruptError, UnavailableError
 from ckpt.format.ids import CheckpointId
+from ckpt.format.limits import MAX_CHUNK_NBYTES, bounded_product
 from ckpt.format.tensor_data import TensorData
 from ckpt.geometry import Box
 from ckpt.rpc.bulk import READ_CHUNKS, READ_TENSOR, bulk_path
+from ckpt.rpc.messages import parse_reply
 from ckpt_proto.v1 import disk_pb2, restore_pb2, restore_pb2_grpc
 
-__all__ = ["RestoreClient", "TensorData"]
+__all__ = ["RestoreClient", "TensorData", "room_for"]
 
 
 class RestoreClient(Client):
@@ -59,8 +62,8 @@ class RestoreClient(Client):
         if box is not None:
             request.box.CopyFrom(disk_pb2.BoxRecord(offsets=box.offsets, sizes=box.sizes))
         stream = self._connection.stream(self._read_tensor, request.SerializeToString())
-        header = restore_pb2.ReadTensorHeader.FromString(_first(stream))
-        data = bytearray(header.nbytes)
+        header = parse_reply(restore_pb2.ReadTensorHeader(), _first(stream))
+        data = room_for(header)
         _fill(memoryview(data), stream)
         return TensorData(
             ident=CheckpointId.from_proto(header.id),
@@ -80,7 +83,9 @@ class RestoreClient(Client):
         """
         request = restore_pb2.ReadChunksRequest(url=url, checkpoint=checkpoint, rank=rank, chunks=chunks)
         stream = self._connection.stream(self._read_chunks, request.SerializeToString())
-        header = restore_pb2.ReadChunksHeader.FromString(_first(stream))
+        header = parse_reply(restore_pb2.ReadChunksHeader(), _first(stream))
+        if max(header.nbytes, default=0) > MAX_CHUNK_NBYTES or len(header.nbytes) != len(chunks):
+            raise CorruptError("the server announced other chunks than were asked for", code="decode")
         rest: bytes = b""
         for nbytes in header.nbytes:
             data = bytearray(nbytes)
@@ -95,6 +100,17 @@ class RestoreClient(Client):
             self._stub.GetIndex, restore_pb2.GetIndexRequest(url=url, checkpoint=checkpoint, ranks=ranks)
         )
         return CheckpointId.from_proto(reply.id), list(reply.segments)
+
+
+def room_for(header: restore_pb2.ReadTensorHeader) -> bytearray:
+    """Memory for the tensor that a server announced; touched only as its bytes arrive."""
+    count = bounded_product((*header.shape, itemsize(header.dtype)))
+    if count != header.nbytes:
+        raise CorruptError("the server announced another size than the shape has", code="decode")
+    try:
+        return bytearray(count)
+    except MemoryError as error:
+        raise UnavailableError("no memory for the tensor", code="no-memory", nbytes=count) from error
 
 
 def _first(stream: Iterator[bytes]) -> bytes:

@@ -9,6 +9,7 @@ from ckpt.client.base import Client
 from ckpt.errors import CorruptError, UnavailableError
 from ckpt.format.ids import CheckpointId
 from ckpt.rpc.bulk import PUT_CHUNKS, bulk_path, frames
+from ckpt.rpc.messages import parse_reply
 from ckpt.storage.staging import StagingDir, os_errors
 from ckpt_proto.v1 import staging_pb2, staging_pb2_grpc
 
@@ -158,7 +159,7 @@ class StagingClient(Client):
     ) -> staging_pb2.SealResponse:
         messages = _chunk_messages(header, path, spans)
         reply = self._connection.call(self._put_chunks, messages, timeout_s=_CALL_S)
-        return staging_pb2.SealResponse.FromString(reply)
+        return parse_reply(staging_pb2.SealResponse(), reply)
 
 
 def _span(chunk: int, chunk_nbytes: int, nbytes: int) -> tuple[int, int]:

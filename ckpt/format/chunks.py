@@ -13,6 +13,8 @@ from ckpt_proto.v1 import disk_pb2
 
 __all__ = ["StoredChunk", "chunk_table", "object_extents", "stored_chunk", "stored_chunks"]
 
+_OFFSET_MOST = (1 << 62) - 1  # an end computed from it still fits in the 63 bits that stores take
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredChunk:
@@ -55,6 +57,8 @@ def stored_chunk(index: disk_pb2.SegmentIndex, number: int) -> StoredChunk:
         len(table.digests) != count * DIGEST_NBYTES
         or any(len(numbers) not in (0, count) for numbers in lists)
         or owner >= len(table.object_keys)
+        or (table.offsets and table.offsets[number] > _OFFSET_MOST)
+        or (table.stored_nbytes and table.stored_nbytes[number] > stop - start)
     ):
         raise CorruptError("chunk table is malformed", code="chunk-table", rank=index.rank, chunk=number)
     return StoredChunk(

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt.errors import CorruptError
 from ckpt.format.ids import CheckpointId
+from ckpt.format.limits import MALFORMED, MAX_WORLD_SIZE
 from ckpt_proto.v1 import peer_pb2
 
 __all__ = ["Held", "ranks_from_text", "ranks_to_text"]
@@ -42,14 +44,18 @@ class Held:
 
     @classmethod
     def from_json(cls, body: Sequence[Any]) -> Held:
-        ident, world_size, is_committed, own, replicas = body
-        return cls(
-            ident=CheckpointId.parse(ident),
-            world_size=world_size,
-            is_committed=is_committed,
-            own=ranks_from_text(own),
-            replicas=ranks_from_text(replicas),
-        )
+        """Parse :meth:`to_json`. Raises CorruptError."""
+        try:
+            ident, world_size, is_committed, own, replicas = body
+            return cls(
+                ident=CheckpointId.parse(ident),
+                world_size=int(world_size),
+                is_committed=bool(is_committed),
+                own=ranks_from_text(own),
+                replicas=ranks_from_text(replicas),
+            )
+        except MALFORMED as error:
+            raise CorruptError("what a node says it holds is malformed", code="decode") from error
 
     def to_proto(self) -> peer_pb2.HeldCheckpoint:
         """Return the message; headers are added by who wants them."""
@@ -88,5 +94,8 @@ def ranks_from_text(text: str) -> tuple[int, ...]:
     found: list[int] = []
     for part in text.split(",") if text else ():
         first, _, last = part.partition("-")
-        found.extend(range(int(first), int(last or first) + 1))
+        ranks = range(int(first), int(last or first) + 1)
+        if ranks.stop > MAX_WORLD_SIZE or len(found) + len(ranks) > MAX_WORLD_SIZE:
+            raise ValueError("more ranks than any job has")
+        found.extend(ranks)
     return tuple(found)

@@ -103,7 +103,8 @@ def _check_ranks(ident: CheckpointId, summaries: Summaries, world_size: int) -> 
     named = [list(group.header.group.ranks) for group in groups]
     numbers = [group.header.group.index for group in groups]
     smallest = [min(ranks, default=-1) for ranks in named]
-    if numbers != list(range(groups[0].header.group.count)) or smallest != sorted(smallest):
+    is_complete = groups[0].header.group.count == len(groups)  # before a list of that length is made
+    if not is_complete or numbers != list(range(len(groups))) or smallest != sorted(smallest):
         problems.append(
             CorruptError(
                 "G2: groups are not numbered by their smallest rank", code="groups", checkpoint=ident

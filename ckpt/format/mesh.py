@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import product
 
 from ckpt.errors import CorruptError, InvalidInputError
+from ckpt.format.limits import MAX_NDIM, MAX_WORLD_SIZE, bounded_product
 from ckpt_proto.v1 import common_pb2
 
 __all__ = ["Mesh"]
@@ -36,6 +37,11 @@ class Mesh:
     def __post_init__(self) -> None:
         if any(n < 1 for n in self.shape) or (self.names and len(self.names) != len(self.shape)):
             raise InvalidInputError("malformed mesh", code="mesh", shape=self.shape, names=self.names)
+        ranks = bounded_product(self.shape) if len(self.shape) <= MAX_NDIM else None
+        if ranks is None or ranks > MAX_WORLD_SIZE or self._highest() >= MAX_WORLD_SIZE:
+            raise InvalidInputError(
+                "mesh is larger than any job", code="mesh", ndim=len(self.shape), most=MAX_WORLD_SIZE
+            )
         if self.strides is None:
             distinct = set(self.explicit)
             sound = len(self.explicit) == self.size == len(distinct) and min(distinct) >= 0
@@ -45,6 +51,11 @@ class Mesh:
             raise InvalidInputError(
                 "mesh needs one distinct, non-negative rank per coordinate", code="mesh", shape=self.shape
             )
+
+    def _highest(self) -> int:
+        if self.strides is None:
+            return max(self.explicit, default=0)
+        return self.base + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=False))
 
     @classmethod
     def from_ranks(cls, shape: Sequence[int], names: Sequence[str], flat_ranks: Sequence[int]) -> Mesh:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt.format.limits import MAX_WORLD_SIZE
 from ckpt_proto.v1 import common_pb2
 
 __all__ = ["PeerNode"]
@@ -61,11 +62,18 @@ class PeerNode:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> PeerNode:
-        """Parse :meth:`to_json`. Raises KeyError, ValueError, TypeError for anything else."""
+        """Parse :meth:`to_json`. Raises one of ``limits.MALFORMED`` for anything else."""
         return cls(
             node_id=str(body["node_id"]),
             target=str(body["target"]) if body["target"] else None,
             domain=str(body["domain"]),
             host=str(body["host"]),
-            ranks=tuple(int(rank) for rank in body["ranks"]),
+            ranks=tuple(_rank(rank) for rank in body["ranks"]),
         )
+
+
+def _rank(value: Any) -> int:
+    rank = int(value)
+    if not 0 <= rank < MAX_WORLD_SIZE:
+        raise ValueError("not a rank")
+    return rank

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from ckpt import dtypes
 from ckpt.errors import CorruptError, InvalidInputError
+from ckpt.format.limits import MAX_NDIM, MAX_SPLITS, bounded_product
 from ckpt.format.mesh import Mesh
 from ckpt_proto.v1 import common_pb2
 
@@ -101,6 +102,13 @@ class TensorLayout:
             raise InvalidInputError("one placement per mesh dim is needed", code="layout", tensor=self.name)
         if any(n < 0 for n in self.global_shape):
             raise InvalidInputError("negative size", code="layout", tensor=self.name)
+        if len(self.global_shape) > MAX_NDIM or bounded_product((*self.global_shape, 16)) is None:
+            raise InvalidInputError(
+                "tensor is larger than any memory",
+                code="layout",
+                tensor=self.name,
+                ndim=len(self.global_shape),
+            )
         dtypes.itemsize(self.dtype)
         _check_name(self.name)
         for placement in self.placements:
@@ -110,6 +118,19 @@ class TensorLayout:
                 raise InvalidInputError("sharded dim out of range", code="layout", tensor=self.name)
             if isinstance(placement, StridedShard) and placement.split_factor < 1:
                 raise InvalidInputError("split factor below 1", code="layout", tensor=self.name)
+        self._check_splits()
+
+    def _check_splits(self) -> None:
+        """The arithmetic visits each piece of a strided shard: as many as this must not keep it for ever."""
+        factors = [item.split_factor for item in self.placements if isinstance(item, StridedShard)]
+        pieces = bounded_product((self.mesh.size, *factors)) if factors else 1
+        if pieces is None or pieces > MAX_SPLITS:
+            raise InvalidInputError(
+                "strided shards cut the tensor into too many pieces",
+                code="layout",
+                tensor=self.name,
+                most=MAX_SPLITS,
+            )
 
     @property
     def replica_dims(self) -> tuple[int, ...]:

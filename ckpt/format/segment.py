@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from ckpt import dtypes
 from ckpt.digest import Buffer
 from ckpt.errors import CorruptError, InvalidInputError
+from ckpt.format.limits import MALFORMED, MAX_CHUNK_NBYTES, MAX_NDIM, bounded_product, load_json
 
 __all__ = [
     "CHUNK_NBYTES",
@@ -73,7 +74,12 @@ def chunk_range(chunk: int, nbytes: int, chunk_nbytes: int = CHUNK_NBYTES) -> tu
 
     Raises:
         InvalidInputError: there is no such chunk.
+        CorruptError: code "chunk-table": no chunk can have that size.
     """
+    if not 0 < chunk_nbytes <= MAX_CHUNK_NBYTES:
+        raise CorruptError(
+            "chunk size is impossible", code="chunk-table", chunk_nbytes=chunk_nbytes, most=MAX_CHUNK_NBYTES
+        )
     start = chunk * chunk_nbytes
     if not 0 <= start < nbytes:
         raise InvalidInputError("no such chunk", chunk=chunk, nbytes=nbytes)
@@ -153,12 +159,12 @@ def read_safetensors_header(data: Buffer, *, nbytes: int, where: str) -> list[Pl
     if size > MAX_HEADER_NBYTES or base > min(len(view), nbytes):
         raise CorruptError("segment header is cut short", code="segment-header", where=where)
     try:
-        entries = json.loads(bytes(view[_LENGTH.size : base]))
+        entries = load_json(view[_LENGTH.size : base])
         placed = sorted(
             (_parse(name, entry, base) for name, entry in entries.items() if name != _METADATA),
             key=lambda item: item.start,
         )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except MALFORMED as error:
         raise CorruptError("segment header is malformed", code="segment-header", where=where) from error
     position = base
     for item in placed:
@@ -186,7 +192,9 @@ def _parse(name: str, entry: dict[str, object], base: int) -> PlacedArray:
     if not isinstance(shape, list) or not isinstance(offsets, list):
         raise TypeError(name)
     start, stop = offsets
-    if not all(isinstance(n, int) and n >= 0 for n in (*shape, start, stop)):
+    if len(shape) > MAX_NDIM + 1 or not all(isinstance(n, int) and n >= 0 for n in (*shape, start, stop)):
+        raise ValueError(name)
+    if bounded_product(shape) is None:
         raise ValueError(name)
     head = ArrayHead(name, _TORCH_NAMES[str(entry["dtype"])], tuple(shape))
     return PlacedArray(head, base + start, stop - start)

@@ -171,33 +171,68 @@ def _moment_decoder(cls: type) -> Decode:
     return decode
 
 
+# What a decoder is given comes from the store. A constructor that takes more than it should would turn a few
+# bytes into any amount of memory or time: set(range(2**62)), deque(*range(2**62)), Fraction("1e999999999").
+
+
+def _of(make: Callable[..., T], *kinds: Any) -> Decode:
+    """A decoder that calls ``make`` with the items of a tuple, which must be of these types."""
+
+    def decode(stored: Any) -> T:
+        if type(stored) is not tuple or len(stored) != len(kinds):
+            raise TypeError("not a tuple of that length")
+        if not all(isinstance(item, kind) for item, kind in zip(stored, kinds, strict=True)):
+            raise TypeError("of other types")
+        return make(*stored)
+
+    return decode
+
+
+def _from_list(make: Callable[[list[Any]], T]) -> Decode:
+    def decode(stored: Any) -> T:
+        if type(stored) is not list:
+            raise TypeError("not a list")
+        return make(stored)
+
+    return decode
+
+
+def _from_text(make: Callable[[str], T]) -> Decode:
+    def decode(stored: Any) -> T:
+        if type(stored) is not str:
+            raise TypeError("not text")
+        return make(stored)
+
+    return decode
+
+
 _PLAIN = (type(None), bool, int, float, str, bytes, bytearray, list, tuple, dict)
 
 _BUILT_IN = (
-    ValueType(complex, "complex", lambda z: (z.real, z.imag), lambda stored: complex(*stored)),
-    ValueType(set, "set", list, set, unordered=True),
-    ValueType(frozenset, "frozenset", list, frozenset, unordered=True),
-    ValueType(deque, "deque", lambda d: (list(d), d.maxlen), lambda stored: deque(*stored)),
-    ValueType(range, "range", lambda r: (r.start, r.stop, r.step), lambda stored: range(*stored)),
-    ValueType(slice, "slice", lambda s: (s.start, s.stop, s.step), lambda stored: slice(*stored)),
-    ValueType(type(pathlib.Path()), "path", str, pathlib.Path),
-    ValueType(pathlib.PurePosixPath, "posix_path", str, pathlib.PurePosixPath),
-    ValueType(pathlib.PureWindowsPath, "windows_path", str, pathlib.PureWindowsPath),
+    ValueType(complex, "complex", lambda z: (z.real, z.imag), _of(complex, float, float)),
+    ValueType(set, "set", list, _from_list(set), unordered=True),
+    ValueType(frozenset, "frozenset", list, _from_list(frozenset), unordered=True),
+    ValueType(deque, "deque", lambda d: (list(d), d.maxlen), _of(deque, list, int | None)),
+    ValueType(range, "range", lambda r: (r.start, r.stop, r.step), _of(range, int, int, int)),
+    ValueType(slice, "slice", lambda s: (s.start, s.stop, s.step), _of(slice, object, object, object)),
+    ValueType(type(pathlib.Path()), "path", str, _from_text(pathlib.Path)),
+    ValueType(pathlib.PurePosixPath, "posix_path", str, _from_text(pathlib.PurePosixPath)),
+    ValueType(pathlib.PureWindowsPath, "windows_path", str, _from_text(pathlib.PureWindowsPath)),
     ValueType(
         datetime.timedelta,
         "timedelta",
         lambda d: (d.days, d.seconds, d.microseconds),
-        lambda stored: datetime.timedelta(*stored),
+        _of(datetime.timedelta, int, int, int),
     ),
     ValueType(datetime.date, "date", lambda d: d.isoformat(), datetime.date.fromisoformat),
     ValueType(datetime.time, "time", _encode_moment, _moment_decoder(datetime.time)),
     ValueType(datetime.datetime, "datetime", _encode_moment, _moment_decoder(datetime.datetime)),
-    ValueType(decimal.Decimal, "decimal", str, decimal.Decimal),
+    ValueType(decimal.Decimal, "decimal", str, _from_text(decimal.Decimal)),
     ValueType(
         fractions.Fraction,
         "fraction",
         lambda f: (f.numerator, f.denominator),
-        lambda stored: fractions.Fraction(*stored),
+        _of(fractions.Fraction, int, int),
     ),
     ValueType(uuid.UUID, "uuid", lambda u: u.bytes, lambda stored: uuid.UUID(bytes=stored)),
     ValueType(

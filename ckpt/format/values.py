@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TypeAlias
 import numpy as np
 
 from ckpt.errors import CkptError, CorruptError, InvalidInputError
+from ckpt.format.limits import MAX_NDIM, bounded_product
 from ckpt.format.value_types import by_name, by_type, register_value_type
 from ckpt_proto.v1 import common_pb2
 
@@ -312,10 +313,8 @@ def _decode_array(message: common_pb2.Value, _: DecodeLeaf | None) -> Any:
     if _ARRAY_DTYPE.fullmatch(stored.dtype) is None:  # never hand np.dtype() an object or structured type
         raise CorruptError("stored array has an unknown dtype", code="value", dtype=stored.dtype)
     dtype = np.dtype(stored.dtype)
-    count = 1
-    for size in shape:
-        count *= size
-    if count * dtype.itemsize != len(stored.data) or (stored.is_scalar and shape):
+    count = bounded_product(shape) if len(shape) <= MAX_NDIM else None
+    if count is None or count * dtype.itemsize != len(stored.data) or (stored.is_scalar and shape):
         raise CorruptError(
             "stored array has the wrong size", code="value", shape=shape, nbytes=len(stored.data)
         )

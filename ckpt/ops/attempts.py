@@ -15,6 +15,7 @@ from ckpt.clock import Clock, random_bytes
 from ckpt.errors import ConflictError, CorruptError, InvalidInputError, NotFoundError
 from ckpt.format.ids import MAX_ATTEMPT, CheckpointId
 from ckpt.format.keys import ATTEMPTS, MANIFESTS, attempt_key, parse_attempt_key, parse_manifest_key
+from ckpt.format.limits import MALFORMED, load_json
 from ckpt.storage.base import ObjectInfo, Store
 from ckpt.storage.conditional import commit_put
 
@@ -58,7 +59,7 @@ class Attempt:
     def from_json(cls, data: bytes, *, key: str) -> Attempt:
         """Parse the body of the object ``key``. Raises CorruptError, code "attempt"."""
         try:
-            body = json.loads(data)
+            body = load_json(data)
             parent = CheckpointId.parse(body["parent"]) if body["parent"] is not None else None
             attempt = cls(
                 number=int(body["attempt"]),
@@ -68,7 +69,7 @@ class Attempt:
                 started_at=float(body["started_at"]),
                 claim_id=str(body["claim_id"]),
             )
-        except (ValueError, KeyError, TypeError, InvalidInputError) as error:
+        except (*MALFORMED, InvalidInputError) as error:
             raise CorruptError("attempt record is damaged", code="attempt", key=key) from error
         attempt._check(key)
         return attempt

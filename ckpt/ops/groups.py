@@ -230,6 +230,10 @@ def read_segment_index(store: Store, group: GroupIndex, rank: int) -> disk_pb2.S
     if summary is None:
         raise NotFoundError("group has no such rank", code="rank", key=group.key, rank=rank)
     start = group.header_nbytes + summary.index_offset
+    if start + summary.index_nbytes > group.nbytes:
+        raise CorruptError(
+            "segment index lies outside its group index", code="summary", key=group.key, rank=rank
+        )
     return open_segment_index(store.get_range(group.key, start, summary.index_nbytes), summary, key=group.key)
 
 

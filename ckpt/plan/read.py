@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from ckpt import dtypes
 from ckpt.errors import CorruptError, InvalidInputError, NotFoundError
 from ckpt.format.layout import LayoutSet, TensorLayout, owners
+from ckpt.format.limits import MAX_CHUNK_NBYTES
 from ckpt.geometry import Box, Region, Shape, flat_range_boxes, intersect_regions
 from ckpt_proto.v1 import disk_pb2
 
@@ -222,7 +223,7 @@ def _check_entry(
         and entry.nbytes == math.prod(piece.src_shape) * itemsize
         and entry.start + entry.nbytes <= segment_nbytes
         and entry.start % itemsize == 0
-        and chunk_nbytes > 0
+        and 0 < chunk_nbytes <= MAX_CHUNK_NBYTES
         and chunk_nbytes % itemsize == 0  # else an element could straddle two chunks
     )
     if not sound:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 from ckpt.errors import CkptError, NotFoundError
 from ckpt.events import event, get_logger
+from ckpt.format.limits import MALFORMED, load_json
 from ckpt.format.peer import PeerNode
 from ckpt.storage.durable import write_durably
 from ckpt.storage.staging import StagingDir, os_errors
@@ -37,10 +38,10 @@ def known_nodes(staging: StagingDir, run_key: str) -> tuple[PeerNode, ...]:
         event(_log, logging.WARNING, "nodes.unreadable", run=run_key, error=error)
     path = staging.run_dir(run_key) / _NAME
     try:
-        found += [PeerNode.from_json(body) for body in json.loads(path.read_bytes())]
+        found += [PeerNode.from_json(body) for body in load_json(path.read_bytes())]
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, *MALFORMED) as error:
         event(_log, logging.WARNING, "nodes.unreadable", path=path, error=error)
     named = [target.strip() for target in os.environ.get("CKPT_PEERS", "").split(",") if target.strip()]
     known = {node.target for node in found}

@@ -12,8 +12,9 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from ckpt.digest import digest_hex
+from ckpt.digest import Buffer, digest_hex
 from ckpt.errors import CorruptError
+from ckpt.format.limits import MALFORMED, load_json
 from ckpt.format.peer import PeerNode
 from ckpt.storage.durable import write_durably
 from ckpt.storage.staging import StagingDir, os_errors
@@ -23,6 +24,7 @@ __all__ = [
     "REPLICAS_NAME",
     "failure_domain",
     "node_id",
+    "parse_peer_file",
     "read_peer_file",
     "replicas_dir",
     "write_peer_file",
@@ -75,7 +77,12 @@ def read_peer_file(staging: StagingDir) -> PeerNode | None:
             data = path.read_bytes()
         except FileNotFoundError:
             return None
+    return parse_peer_file(data, where=str(path))
+
+
+def parse_peer_file(data: Buffer, *, where: str) -> PeerNode:
+    """Parse the content of peer.json. Raises CorruptError."""
     try:
-        return PeerNode.from_json(json.loads(data))
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorruptError("peer.json cannot be read", code="decode", where=path) from error
+        return PeerNode.from_json(load_json(data))
+    except MALFORMED as error:
+        raise CorruptError("peer.json cannot be read", code="decode", where=where) from error

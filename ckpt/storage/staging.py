@@ -28,6 +28,7 @@ from ckpt.errors import CorruptError, InvalidInputError, NotFoundError, Unavaila
 from ckpt.format import keys
 from ckpt.format.envelope import Kind, open_envelope, open_message, seal_message
 from ckpt.format.ids import CheckpointId
+from ckpt.format.limits import MALFORMED, load_json
 from ckpt.format.peer import PeerNode
 from ckpt.storage.durable import fsync_dir, os_error, write_durably
 from ckpt_proto.v1 import disk_pb2, staging_pb2
@@ -45,6 +46,7 @@ _COUNTS = {
     "replication_jump": 0,
     "replication_rate": 0,
 }
+_WIDE = ("keep_every", "replication_rate")  # 64 bits wide on the wire
 _SOCKET_PATH_MAX = 100  # bytes; sockaddr_un holds 108 with its terminator, gRPC adds a little
 
 
@@ -141,16 +143,23 @@ class RunConfig:
     def from_json(cls, data: Buffer, *, where: str) -> RunConfig:
         """Parse :meth:`to_json`. Raises CorruptError; unknown keys are left for newer versions."""
         try:
-            body: dict[str, Any] = json.loads(bytes(data))
+            body: dict[str, Any] = load_json(data)
             return cls(
                 url=str(body["url"]),
                 store_options={str(k): str(v) for k, v in body.get("store_options", {}).items()},
                 compression=str(body.get("compression", "")),
                 peers=tuple(PeerNode.from_json(peer) for peer in body.get("peers", [])),
-                **{name: int(body.get(name, default)) for name, default in _COUNTS.items()},
+                **{name: _count(name, body.get(name, default)) for name, default in _COUNTS.items()},
             )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except MALFORMED as error:
             raise CorruptError("run.json cannot be read", code="decode", where=where) from error
+
+
+def _count(name: str, value: Any) -> int:
+    number = int(value)
+    if not 0 <= number < 1 << (63 if name in _WIDE else 32):
+        raise ValueError(name)
+    return number
 
 
 class StagingDir:

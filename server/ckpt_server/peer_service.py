@@ -6,13 +6,13 @@ import os
 from collections.abc import Iterator
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from ckpt.errors import CorruptError, InvalidInputError, NotFoundError
 from ckpt.format.envelope import Kind, open_message
 from ckpt.format.ids import CheckpointId
 from ckpt.ops.holdings import node_holdings, read_held_index, read_held_layout, segment_headers
 from ckpt.rpc.bulk import FRAME_NBYTES
+from ckpt.rpc.messages import parse_request
 from ckpt.storage.peerfile import replicas_dir
 from ckpt.storage.staging import StagingDir, os_errors
 from ckpt_proto.v1 import disk_pb2, peer_pb2, peer_pb2_grpc
@@ -61,11 +61,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
 
     def read_segment(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """The raw method ReadSegment (see peer.proto)."""
-        request = peer_pb2.ReadSegmentRequest()
-        try:
-            request.ParseFromString(data)
-        except DecodeError as error:
-            raise InvalidInputError("the request is not the expected message") from error
+        request = parse_request(peer_pb2.ReadSegmentRequest(), data)
         if not 0 < request.nbytes <= _READ_MOST_NBYTES:
             raise InvalidInputError("a read takes 1 byte to 64 MiB", nbytes=request.nbytes)
         fd = self._open(request.run_key, CheckpointId.from_proto(request.id), request.rank)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError, Message
 
 from ckpt.dtypes import itemsize
 from ckpt.errors import InvalidInputError, NotFoundError
@@ -17,13 +15,12 @@ from ckpt.geometry import Box
 from ckpt.ops.fetch import fetch_tensor, read_verified_chunk
 from ckpt.ops.tiers import Tier, node_tiers
 from ckpt.rpc.bulk import frames
+from ckpt.rpc.messages import parse_request
 from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import disk_pb2, restore_pb2, restore_pb2_grpc
 from ckpt_server.checkpoints import Checkpoints
 
 __all__ = ["RestoreService", "row_blocks"]
-
-M = TypeVar("M", bound=Message)
 
 # Bytes of a tensor held at once; larger ones are read block by block.
 _BLOCK_NBYTES = 64 * 1024 * 1024
@@ -47,7 +44,7 @@ class RestoreService(restore_pb2_grpc.RestoreServicer):
 
     def read_tensor(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """The raw method ReadTensor (see staging.proto)."""
-        request = _parse(restore_pb2.ReadTensorRequest(), data)
+        request = parse_request(restore_pb2.ReadTensorRequest(), data)
         checkpoint = self._checkpoints.find(request.url, request.checkpoint)
         layout = checkpoint.layouts.get(request.name)
         if layout is None:
@@ -74,7 +71,7 @@ class RestoreService(restore_pb2_grpc.RestoreServicer):
 
     def read_chunks(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """The raw method ReadChunks (see staging.proto)."""
-        request = _parse(restore_pb2.ReadChunksRequest(), data)
+        request = parse_request(restore_pb2.ReadChunksRequest(), data)
         checkpoint = self._checkpoints.find(request.url, request.checkpoint)
         index = checkpoint.segment_index(request.rank)
         yield restore_pb2.ReadChunksHeader(
@@ -120,11 +117,3 @@ def _box(message: disk_pb2.BoxRecord, shape: tuple[int, ...]) -> Box:
 def _chunk_nbytes(index: disk_pb2.SegmentIndex, chunk: int) -> int:
     start, stop = chunk_range(chunk, index.nbytes, index.chunks.chunk_nbytes)
     return stop - start
-
-
-def _parse(message: M, data: bytes) -> M:
-    try:
-        message.ParseFromString(data)
-    except DecodeError as error:
-        raise InvalidInputError("the request is not the expected message") from error
-    return message

@@ -6,12 +6,12 @@ import threading
 from collections.abc import Iterator
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from ckpt.clock import Clock
 from ckpt.errors import BusyError, InvalidInputError, NotFoundError
 from ckpt.format.ids import CheckpointId
 from ckpt.ops.catalog import exists
+from ckpt.rpc.messages import parse_request
 from ckpt.storage.staging import RunConfig, StagingDir
 from ckpt_proto.v1 import staging_pb2, staging_pb2_grpc
 from ckpt_server.intake import Intake
@@ -91,7 +91,7 @@ class StagingService(staging_pb2_grpc.StagingServicer):
         first = next(messages, None)
         if first is None:
             raise InvalidInputError("the stream is empty; the header comes first")
-        header = _parse_header(first)
+        header = parse_request(staging_pb2.PutChunksHeader(), first)
         run, segment = self._segment(header.run_key, header.id, header.rank)
         wanted = self._receiver.receive(segment, list(header.chunks), messages)
         return self._reply(run, segment, wanted).SerializeToString()
@@ -161,10 +161,3 @@ class StagingService(staging_pb2_grpc.StagingServicer):
             return _Seal(result=_Seal.RESULT_NEED_CHUNKS, wanted_chunks=wanted)
         self._intake.examine(run, segment.ident, again=True)
         return _Seal(result=_Seal.RESULT_ACCEPTED)
-
-
-def _parse_header(data: bytes) -> staging_pb2.PutChunksHeader:
-    try:
-        return staging_pb2.PutChunksHeader.FromString(data)
-    except DecodeError as error:
-        raise InvalidInputError("the first message is not a PutChunksHeader") from error

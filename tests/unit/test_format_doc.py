@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ckpt import dtypes
 from ckpt.clock import random_bytes
 from ckpt.digest import digest
-from ckpt.format import chunks, codec, envelope, segment, values
+from ckpt.format import chunks, codec, envelope, limits, segment, values
 from ckpt.format.envelope import Kind
 from ckpt.format.ids import CheckpointId
 from ckpt.format.keys import attempt_key, group_key, layout_key, manifest_key, run_key, segment_key
@@ -307,6 +307,10 @@ def test_constants_are_those_of_the_code() -> None:
         "MAX_STEP": 999_999_999_999,
         "MAX_ATTEMPT": 999_999,
         "MAX_DEPTH": values.MAX_DEPTH,
+        "MAX_CHUNK_NBYTES": limits.MAX_CHUNK_NBYTES,
+        "MAX_NDIM": limits.MAX_NDIM,
+        "MAX_WORLD_SIZE": limits.MAX_WORLD_SIZE,
+        "MAX_SPLITS": limits.MAX_SPLITS,
     }
 
 
