@@ -109,6 +109,7 @@ def single_header(segment: disk_pb2.SegmentIndex, *, index_digest: bytes) -> dis
     header = _empty_header(segment)
     header.segments.append(_summary(segment))
     header.segments[0].index_digest = index_digest
+    header.segments[0].ClearField("stored_nbytes")  # a sealed index says nothing of objects in the store
     return header
 
 
