@@ -13,10 +13,12 @@ import typer
 
 from ckpt import __version__
 from ckpt.cli.diff import diff_command
+from ckpt.cli.health import health_command
 from ckpt.cli.ls import list_command, runs_command
 from ckpt.cli.options import command
 from ckpt.cli.pins import pin_command, unpin_command
 from ckpt.cli.prune import prune_command
+from ckpt.cli.recovery import recovery_command
 from ckpt.cli.serve import serve_command, status_command
 from ckpt.cli.show import show_command
 from ckpt.cli.sweep import sweep_command
@@ -27,7 +29,7 @@ __all__ = ["app", "run"]
 _HELP = """Checkpoints of training runs: list, inspect, compare, verify, pin, prune, serve.
 
 Exit codes: 0 done, 1 failed (diff: different), 2 usage, 3 not found, 4 damaged, 5 refused (it would
-lose data)."""
+lose data), 6 ranks hang or are gone (health)."""
 
 app = typer.Typer(
     help=_HELP,
@@ -63,6 +65,8 @@ app.command("pin")(command(pin_command))
 app.command("unpin")(command(unpin_command))
 app.command("runs")(command(runs_command))
 app.command("status")(command(status_command))
+app.command("health")(command(health_command))
+app.command("recovery")(command(recovery_command))
 app.command(
     "serve",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},

@@ -29,6 +29,7 @@ __all__ = [
     "EXIT_FAILED",
     "EXIT_NOT_FOUND",
     "EXIT_REFUSED",
+    "EXIT_UNHEALTHY",
     "EXIT_USAGE",
     "CheckpointArgument",
     "OutputOptions",
@@ -46,6 +47,7 @@ EXIT_USAGE = 2
 EXIT_NOT_FOUND = 3
 EXIT_DAMAGED = 4
 EXIT_REFUSED = 5
+EXIT_UNHEALTHY = 6
 
 _EXIT_CODES: tuple[tuple[type[CkptError], int], ...] = (
     (InvalidInputError, EXIT_USAGE),

@@ -144,6 +144,10 @@ class StagingClient(Client):
         reply: staging_pb2.StatusResponse = self._connection.call(self._stub.Status, request)
         return reply
 
+    def heartbeat(self, pulses: Iterator[staging_pb2.RankPulse], *, timeout_s: float = 600.0) -> None:
+        """Tell how a rank does, until ``pulses`` ends. Raises UnavailableError, BusyError."""
+        self._connection.call(self._stub.Heartbeat, pulses, timeout_s=timeout_s)
+
     def watch(self, run_key: str = "", *, timeout_s: float = 3600.0) -> Iterator[staging_pb2.StepStatus]:
         """Yield the status of every step, then each change. Leaving the loop ends the call.
 

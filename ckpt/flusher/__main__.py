@@ -26,9 +26,12 @@ def main() -> None:
     parser.add_argument("--close-timeout", type=float, default=3600.0, help="seconds to wait for outcomes")
     parser.add_argument("--orphan-timeout", type=float, default=20.0, help="seconds to try an absent server")
     parser.add_argument("--trainer-pid", type=int, default=0, help="process whose death ends this one")
+    parser.add_argument("--pulse-fd", type=int, help="shared memory that shows how the trainer is doing")
+    parser.add_argument("--stacks-fd", type=int, help="file to which the trainer writes its stacks")
     parser.add_argument("--start-server", action="store_true", help="start a server where none answers")
     options = parser.parse_args()
-    detach(keep_fds={options.control_fd})
+    shared = {fd for fd in (options.pulse_fd, options.stacks_fd) if fd is not None}
+    detach(keep_fds={options.control_fd, *shared})
     faulthandler.enable()
     logging.basicConfig(
         level=logging.INFO, format=f"%(asctime)s {os.getpid()} %(levelname)s %(name)s %(message)s"
@@ -42,6 +45,8 @@ def main() -> None:
         orphan_timeout_s=options.orphan_timeout,
         trainer_pid=options.trainer_pid,
         starts_server=options.start_server,
+        pulse_fd=options.pulse_fd,
+        stacks_fd=options.stacks_fd,
     )
     Flusher(settings, socket.socket(fileno=options.control_fd), SystemClock()).run()
 

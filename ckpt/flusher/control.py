@@ -20,11 +20,13 @@ from ckpt.errors import CkptError, InvalidInputError
 from ckpt.events import event, get_logger
 from ckpt.flusher.embedded import start_embedded_server
 from ckpt.flusher.handover import Handover
+from ckpt.flusher.heartbeat import Heartbeat
 from ckpt.flusher.packets import Packet, receive
 from ckpt.flusher.remote import Remote
 from ckpt.flusher.report import error_info
 from ckpt.flusher.write import seal_segment, sweep_debris
 from ckpt.format.ids import CheckpointId
+from ckpt.storage.pulse import PulseReader
 from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import flusher_pb2
 
@@ -48,6 +50,8 @@ class FlusherSettings:
         orphan_timeout_s: how long a server that does not answer is tried when nobody waits for outcomes.
         trainer_pid: 0 if unknown.
         starts_server: start an embedded server whenever none answers.
+        pulse_fd: shared memory that shows how the trainer is doing; None: nobody watches it.
+        stacks_fd: file to which the trainer writes its stacks when asked.
     """
 
     staging: str
@@ -58,6 +62,8 @@ class FlusherSettings:
     orphan_timeout_s: float
     trainer_pid: int
     starts_server: bool
+    pulse_fd: int | None = None
+    stacks_fd: int | None = None
 
 
 class Flusher:
@@ -90,6 +96,7 @@ class Flusher:
             on_absent=self._start_server if settings.starts_server else None,
             clock=clock,
         )
+        self._heartbeat = self._open_heartbeat()
 
     def run(self) -> None:
         """Serve until the trainer has closed or died and everything handed over is sealed and told."""
@@ -112,12 +119,15 @@ class Flusher:
                     self._trainer_gone = True
                     self._leaving_at = self._leaving_at or self._clock.monotonic()
                     event(_log, logging.INFO, "flusher.trainer_gone", unwritten=self._unwritten)
+                    self._tell_end(closed=False)
                     for fd in (self._control.fileno(), trainer):
                         if fd is not None:
                             poller.unregister(fd)
             self._jobs.put(None)
             self._writer.join()
             self._handover.stop()
+            if self._heartbeat is not None:
+                self._heartbeat.stop()
 
     # --- when to leave ---
 
@@ -185,6 +195,7 @@ class Flusher:
             elif kind == "close":
                 self._close = message.close
                 self._leaving_at = self._leaving_at or self._clock.monotonic()
+                self._tell_end(closed=True)
         except (DecodeError, CkptError, OSError) as error:
             event(_log, logging.ERROR, "flusher.bad_message", error=error)
             self._arena = None if packet.fds else self._arena
@@ -202,6 +213,24 @@ class Flusher:
     def _start_server(self) -> None:
         pid = self._settings.trainer_pid or os.getpid()
         start_embedded_server(self._staging, trainer_pid=pid, environment=os.environ)
+
+    def _open_heartbeat(self) -> Heartbeat | None:
+        settings = self._settings
+        if settings.pulse_fd is None:
+            return None
+        return Heartbeat(
+            PulseReader(settings.pulse_fd),
+            stacks_fd=settings.stacks_fd,
+            trainer_pid=settings.trainer_pid,
+            run_key=settings.run_key,
+            staging=self._staging,
+            open_remote=lambda: Remote(settings.server, self._staging, settings.run_key),
+            clock=self._clock,
+        )
+
+    def _tell_end(self, *, closed: bool) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.trainer_ended(closed=closed)
 
     # --- the writer ---
 

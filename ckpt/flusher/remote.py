@@ -1,4 +1,4 @@
-"""The calls a flusher makes to its staging server: Register, Seal, PutChunks, Watch."""
+"""The calls a flusher makes to its staging server: Register, Seal, PutChunks, Watch, Heartbeat."""
 
 from __future__ import annotations
 
@@ -91,6 +91,15 @@ class Remote:
         call = stub(request, timeout=_WATCH_S, metadata=self._metadata)
         while (status := _translated(lambda: next(call, None))) is not None:
             yield status
+
+    def heartbeat(self, pulses: Iterator[staging_pb2.RankPulse]) -> None:
+        """Send ``pulses`` until there are no more. Raises CkptError where the line is lost."""
+        stub: Any = self._channel.stream_unary(
+            "/ckpt.v1.Staging/Heartbeat",
+            request_serializer=staging_pb2.RankPulse.SerializeToString,
+            response_deserializer=staging_pb2.HeartbeatResponse.FromString,
+        )
+        _translated(lambda: stub(pulses, timeout=_WATCH_S, metadata=self._metadata))
 
     def _register(self) -> bool:
         """Make the run known; return whether the server sees this staging directory."""

@@ -19,7 +19,15 @@ from ckpt.format.limits import MALFORMED, load_json
 from ckpt.storage.base import ObjectInfo, Store
 from ckpt.storage.conditional import commit_put
 
-__all__ = ["Attempt", "claim_attempt", "first_parsed", "list_attempts", "newest_attempt", "read_attempt"]
+__all__ = [
+    "Attempt",
+    "claim_attempt",
+    "first_parsed",
+    "list_attempts",
+    "newest_attempt",
+    "read_attempt",
+    "starts_from",
+]
 
 T = TypeVar("T")
 
@@ -126,6 +134,19 @@ def list_attempts(store: Store) -> Iterator[int]:
         number = parse_attempt_key(info.key)
         if number is not None:
             yield number
+
+
+def starts_from(store: Store, parent: CheckpointId | None, *, most: int) -> int:
+    """How many attempts in a row, the newest last, have resumed from ``parent``; counts to ``most`` at most.
+
+    More than a few mean that the run fails again and again before it saves.
+    """
+    count = 0
+    for number in list_attempts(store):
+        if count == most or read_attempt(store, number).parent != parent:
+            break
+        count += 1
+    return count
 
 
 def claim_attempt(

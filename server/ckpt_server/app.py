@@ -26,10 +26,12 @@ from ckpt_server.checkpoints import Checkpoints
 from ckpt_server.health import Health
 from ckpt_server.intake import Intake
 from ckpt_server.interceptors import Activity, AuthInterceptor, ErrorInterceptor
+from ckpt_server.liveness import MAX_HEARTS, Liveness
 from ckpt_server.lock import write_server_file
 from ckpt_server.metrics import Metrics
 from ckpt_server.peer_service import PeerService
 from ckpt_server.pipeline import Pipeline
+from ckpt_server.recoveries import publish_recoveries
 from ckpt_server.restore_service import RestoreService
 from ckpt_server.runs import Runs
 from ckpt_server.settings import Settings
@@ -43,7 +45,7 @@ _log = get_logger("server.app")
 
 _SCANS_PER_RETAIN = 10
 _LOOK_S = 0.5
-_RPC_THREADS = MAX_WATCHERS + 32
+_RPC_THREADS = MAX_WATCHERS + MAX_HEARTS + 32
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_NBYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_NBYTES),
@@ -72,6 +74,7 @@ class App:
         self._activity = Activity(self._clock)
         self._health = Health()
         self._table = StepTable()
+        self._liveness = Liveness(settings.liveness, self._clock)
         self._runs = Runs(self._staging, workers=settings.upload_concurrency, clock=self._clock)
         self._pipeline = Pipeline(self._staging, self._table, settings, self._clock)
         self._intake = Intake(self._staging, self._runs, self._table, self._pipeline, self._clock)
@@ -118,6 +121,7 @@ class App:
     def wait(self) -> str:
         """Block until a stop was asked for or, embedded, nothing is left to do. Returns the reason."""
         while not self._leave.wait(_LOOK_S):
+            self._liveness.look()
             reason = self._done_reason() if self._settings.embedded else None
             if reason is not None:
                 self._drop_spares()
@@ -163,6 +167,7 @@ class App:
             table=self._table,
             intake=self._intake,
             pipeline=self._pipeline,
+            liveness=self._liveness,
             clock=self._clock,
             version=__version__,
         )
@@ -210,6 +215,7 @@ class App:
     def _scan(self) -> None:
         try:
             self._intake.scan()
+            publish_recoveries(self._runs.all(), self._staging)
             if self._scans % _SCANS_PER_RETAIN == 0:
                 for run in self._runs.all():
                     self._pipeline.retain(run, remote=False)

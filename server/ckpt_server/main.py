@@ -18,6 +18,7 @@ from typing import Any
 
 from ckpt.clock import SystemClock
 from ckpt.errors import CkptError, InvalidInputError
+from ckpt.plan.liveness import LivenessPolicy
 from ckpt.rpc.access import PeerAccess
 from ckpt.storage.peerfile import failure_domain
 from ckpt.storage.staging import StagingDir, default_staging_path
@@ -141,6 +142,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         adopt_after_s=options.adopt_after,
         peer_linger_s=options.peer_linger,
         replica_quota_nbytes=options.replica_quota_mib * 1024 * 1024,
+        liveness=LivenessPolicy(floor_s=options.hang_after, factor=options.hang_steps),
     )
 
 
@@ -211,6 +213,20 @@ def _parser() -> argparse.ArgumentParser:
         default=600.0,
         metavar="S",
         help="age at which overtaken steps are given up",
+    )
+    add(
+        "--hang-after",
+        type=float,
+        default=os.environ.get("CKPT_HANG_AFTER", "3"),
+        metavar="S",
+        help="a rank that stands still for less is fine (default: $CKPT_HANG_AFTER, 3)",
+    )
+    add(
+        "--hang-steps",
+        type=float,
+        default=os.environ.get("CKPT_HANG_STEPS", "3"),
+        metavar="N",
+        help="so is one that stands still for less than N median steps (default: $CKPT_HANG_STEPS, 3)",
     )
     add("--stop-grace", type=float, default=20.0, metavar="S", help="wait so long for the object on its way")
     _add_peer_options(parser)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpt.errors import InvalidInputError
+from ckpt.plan.liveness import LivenessPolicy
 from ckpt.rpc.access import PeerAccess
 from ckpt.rpc.channel import is_loopback
 
@@ -46,6 +47,7 @@ class Settings:
         replica_quota_nbytes: most bytes of other nodes' replicas kept here; 0: as the disk has room.
         metrics_listen: ``host:port`` that serves Prometheus metrics over HTTP (HTTPS with ``tls_cert``), open
             to whoever reaches it: they tell URLs of runs and sizes, no contents; None: not served.
+        liveness: when a rank counts as hung or slow.
     """
 
     staging: Path
@@ -73,6 +75,7 @@ class Settings:
     peer_linger_s: float = 900.0
     replica_quota_nbytes: int = 0
     metrics_listen: str | None = None
+    liveness: LivenessPolicy = field(default_factory=LivenessPolicy)
 
     def __post_init__(self) -> None:
         if self.upload_concurrency < 1 or self.part_nbytes < 1:

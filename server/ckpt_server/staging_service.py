@@ -15,6 +15,7 @@ from ckpt.rpc.messages import parse_request
 from ckpt.storage.staging import RunConfig, StagingDir
 from ckpt_proto.v1 import staging_pb2, staging_pb2_grpc
 from ckpt_server.intake import Intake
+from ckpt_server.liveness import Liveness
 from ckpt_server.pipeline import Pipeline
 from ckpt_server.receiver import Receiver
 from ckpt_server.runs import Run, Runs
@@ -34,7 +35,7 @@ MAX_WATCHERS = 96
 
 
 class StagingService(staging_pb2_grpc.StagingServicer):
-    """Register, Seal, Status, Watch, and the raw method PutChunks. Thread-safe."""
+    """Register, Seal, Status, Watch, Heartbeat, and the raw method PutChunks. Thread-safe."""
 
     def __init__(
         self,
@@ -45,6 +46,7 @@ class StagingService(staging_pb2_grpc.StagingServicer):
         table: StepTable,
         intake: Intake,
         pipeline: Pipeline,
+        liveness: Liveness,
         clock: Clock,
         version: str,
     ) -> None:
@@ -54,6 +56,7 @@ class StagingService(staging_pb2_grpc.StagingServicer):
         self._table = table
         self._intake = intake
         self._pipeline = pipeline
+        self._liveness = liveness
         self._clock = clock
         self._version = version
         self._receiver = Receiver(staging)
@@ -105,7 +108,15 @@ class StagingService(staging_pb2_grpc.StagingServicer):
             server_version=self._version,
             oldest_pending_s=oldest_pending_s(records, self._clock.now()),
             embedded=self._settings.embedded,
+            ranks=self._liveness.health(request.run_key),
+            draining=self._table.closed,
         )
+
+    def Heartbeat(
+        self, request_iterator: Iterator[staging_pb2.RankPulse], context: grpc.ServicerContext
+    ) -> staging_pb2.HeartbeatResponse:
+        self._liveness.follow(request_iterator, context)
+        return staging_pb2.HeartbeatResponse()
 
     def Watch(
         self, request: staging_pb2.StatusRequest, context: grpc.ServicerContext

@@ -201,6 +201,12 @@ class StepTable:
         with self._changed:
             self._changed.notify_all()
 
+    @property
+    def closed(self) -> bool:
+        """Whether the server is on its way out."""
+        with self._changed:
+            return self._closed
+
     def close(self) -> None:
         """End every watch."""
         with self._changed:

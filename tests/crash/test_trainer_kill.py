@@ -174,7 +174,14 @@ def _the_only_server(run: Run) -> list[int]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_to_the_whole_group_of_the_trainer_loses_nothing(run: Run, number: int) -> None:
     # Blocking: the copy is over when step() returns; an overlapped one may lose the race with the signal.
-    life = run.live(mode="blocking", last_step=2, freezes_flusher_at=2)
+    life = run.live(
+        mode="blocking",
+        last_step=2,
+        freezes_flusher_at=2,
+        environment={
+            "CKPT_STOP_SIGNALS": ""
+        },  # a trainer that dies of it at once; of others see test_stop.py
+    )
     life.wait_for("idle")
     # A first server that is slow to answer brings a second, which sees that and leaves.
     servers = poll(lambda: _the_only_server(run), what=lambda: f"there is one server{life.logs()}")

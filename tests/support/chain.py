@@ -282,6 +282,8 @@ def _live(plan: Plan, zygote: int) -> int:
         _Trainer(plan, say, zygote).run()
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except SystemExit as left:
+        return int(left.code or 0)
     except BaseException:
         say("crashed", text=traceback.format_exc())
         return 1

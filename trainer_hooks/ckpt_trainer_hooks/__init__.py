@@ -8,6 +8,7 @@ from ckpt_trainer_hooks.local_state import declare_local_state
 from ckpt_trainer_hooks.manager import CheckpointManager
 from ckpt_trainer_hooks.policy import EveryNSteps, SaveDecisionPolicy
 from ckpt_trainer_hooks.shards import ExplicitShards
+from ckpt_trainer_hooks.stop_options import StopReason, StopTraining
 
 __all__ = [
     "CheckpointManager",
@@ -17,6 +18,8 @@ __all__ = [
     "ResumableSampler",
     "SaveDecisionPolicy",
     "SaveHandle",
+    "StopReason",
+    "StopTraining",
     "declare_local_state",
     "load",
     "load_into",

@@ -134,6 +134,19 @@ class Agreement:
         self._store.set(everything, json.dumps({"values": values}))
         return values
 
+    def own_store(self) -> Store | None:
+        """A connection of its own to the key-value store, for a thread that must hold up nobody; None where
+        there is one rank. Where the store cannot be opened twice it is the same one.
+        """
+        store = self._store
+        if store is None or not hasattr(store, "clone"):  # torch before 2.8
+            return store
+        try:
+            copy: Store = store.clone()
+        except RuntimeError:  # a kind that cannot be cloned
+            return store
+        return copy
+
     @contextlib.contextmanager
     def together(self, topic: str) -> Iterator[None]:
         """The block succeeds on every rank, or raises on every rank: the lowest failing rank's error.

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "as_dtensor",
+    "collective_sequence",
     "default_store",
     "flatten_wrapper",
     "fsdp_groups",
@@ -114,6 +115,20 @@ def default_store() -> Store:
 
     store: Store = distributed_c10d._get_default_store()
     return store
+
+
+def collective_sequence() -> int:
+    """How many collectives this rank has begun in the default process group; 0 where that is not known.
+
+    Private: ``ProcessGroup._get_sequence_number_for_group``. Safe from any thread.
+    """
+    from torch.distributed import distributed_c10d
+
+    try:
+        group: Any = distributed_c10d._get_default_group()
+        return int(group._get_sequence_number_for_group())
+    except (ValueError, RuntimeError, AttributeError):  # no group, or a backend without numbers
+        return 0
 
 
 def inside_pipeline_schedule() -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ckpt.events import event, get_logger
+from ckpt_trainer_hooks.liveness import Pulse
 from ckpt_trainer_hooks.pipeline import SavePipeline
 
 __all__ = ["OptimizerFence"]
@@ -22,10 +23,14 @@ class OptimizerFence:
     Args:
         optimizers: in registration order.
         pipeline: whose copies must be over when a step begins.
+        pulse: told of the steps of the first.
     """
 
-    def __init__(self, optimizers: Collection[torch.optim.Optimizer], pipeline: SavePipeline) -> None:
+    def __init__(
+        self, optimizers: Collection[torch.optim.Optimizer], pipeline: SavePipeline, pulse: Pulse
+    ) -> None:
         self._pipeline = pipeline
+        self._pulse = pulse
         self._steps: int | None = None
         self._hooks: list[Any] = []
         for number, optimizer in enumerate(optimizers):
@@ -33,6 +38,7 @@ class OptimizerFence:
                 optimizer.register_step_pre_hook(lambda *_: self._pipeline.before_optimizer_step())
             )
             if number == 0:
+                self._hooks.append(optimizer.register_step_pre_hook(lambda *_: pulse.enter("optimizer")))
                 self._hooks.append(optimizer.register_step_post_hook(self._after_step))
 
     def restart(self) -> None:
@@ -57,6 +63,7 @@ class OptimizerFence:
             )
 
     def _after_step(self, *_: object) -> None:
+        self._pulse.enter("train")
         self._steps = (self._steps or 0) + 1
         if self._steps == 1:
             self._pipeline.prepare()  # optimizers make their state in the first step; now the size is known

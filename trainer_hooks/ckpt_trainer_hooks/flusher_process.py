@@ -55,6 +55,8 @@ class FlusherProcess:
             or after ``close(wait=False)``.
         starts_server: the child starts an embedded server whenever none answers.
         environment: added to the child's environment.
+        pulse: descriptors (pulse, stacks) that show it how this process is doing; see
+            :class:`ckpt_trainer_hooks.liveness.Pulse`.
 
     Raises:
         UnavailableError: the process cannot be started, or the staging directory cannot be created.
@@ -73,6 +75,7 @@ class FlusherProcess:
         orphan_timeout_s: float = 20.0,
         starts_server: bool = False,
         environment: Mapping[str, str] | None = None,
+        pulse: tuple[int, int | None] | None = None,
     ) -> None:
         self._on_event = on_event
         self._on_death = on_death
@@ -87,7 +90,9 @@ class FlusherProcess:
         options += ["--orphan-timeout", str(orphan_timeout_s)]
         options += ["--start-server"] if starts_server else []
         try:
-            self._process = _start(StagingDir(staging), theirs, options, environment or {})
+            shared = [fd for fd in pulse or () if fd is not None]
+            options += [f"--{name}-fd={fd}" for name, fd in zip(("pulse", "stacks"), shared, strict=False)]
+            self._process = _start(StagingDir(staging), theirs, shared, options, environment or {})
         except BaseException:
             self._socket.close()
             raise
@@ -245,7 +250,11 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 def _start(
-    staging: StagingDir, theirs: socket.socket, options: list[str], environment: Mapping[str, str]
+    staging: StagingDir,
+    theirs: socket.socket,
+    shared: list[int],
+    options: list[str],
+    environment: Mapping[str, str],
 ) -> subprocess.Popen[bytes]:
     """Start the child. Takes some milliseconds: no disk is waited for, and nothing of it is awaited."""
     with os_errors("the flusher cannot be started", staging=staging.path):
@@ -258,7 +267,7 @@ def _start(
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *shared],
                 start_new_session=True,  # Ctrl-C and the launcher's killpg must not reach it
                 cwd="/",
                 env={**os.environ, **python_path(), **environment},

@@ -6,31 +6,29 @@ import atexit
 import contextlib
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
 
-from ckpt.errors import BusyError, CkptError, InvalidInputError, SnapshotTornError
+from ckpt.errors import CkptError, InvalidInputError
 from ckpt.events import event, get_logger
 from ckpt.flusher.embedded import start_embedded_server
 from ckpt.format.ids import CheckpointId, split_run_url
 from ckpt.format.keys import run_key
-from ckpt.ops import catalog
 from ckpt.rpc.access import PeerAccess
 from ckpt.storage.known_nodes import known_nodes, remember_nodes
-from ckpt.storage.open import open_store
 from ckpt.storage.staging import StagingDir, default_staging_path
 from ckpt_trainer_hooks.accumulation import Accumulation, AccumulationPolicy
 from ckpt_trainer_hooks.agree import Agreement
-from ckpt_trainer_hooks.compat import inside_pipeline_schedule
 from ckpt_trainer_hooks.fence import OptimizerFence
 from ckpt_trainer_hooks.flusher_process import python_path
 from ckpt_trainer_hooks.handle import SaveHandle
 from ckpt_trainer_hooks.ladder import Ladder
 from ckpt_trainer_hooks.layout import LayoutBuilder
 from ckpt_trainer_hooks.lineage import Lineage
+from ckpt_trainer_hooks.loop import LoopMethods
 from ckpt_trainer_hooks.nodes import check_peer_listen
 from ckpt_trainer_hooks.options import (
     audit_interval,
@@ -43,19 +41,22 @@ from ckpt_trainer_hooks.pipeline import SavePipeline
 from ckpt_trainer_hooks.policy import EveryNSteps, SaveDecisionPolicy
 from ckpt_trainer_hooks.redistribute import Redistribute, check_hooks
 from ckpt_trainer_hooks.restore import Restorer
+from ckpt_trainer_hooks.saving import Saver
 from ckpt_trainer_hooks.selection import Rename, RestoreOptions
 from ckpt_trainer_hooks.selftest import selftest_wanted
 from ckpt_trainer_hooks.session import Session, agree_on_session, claim
 from ckpt_trainer_hooks.several import named_items
 from ckpt_trainer_hooks.state import TrainState
-from ckpt_trainer_hooks.waiting import arena_is_free, wait_for_saves, wait_until_sealed
+from ckpt_trainer_hooks.stop_options import StopOptions
+from ckpt_trainer_hooks.waiting import wait_for_saves, wait_until_sealed
+from ckpt_trainer_hooks.watch import Watch
 
 __all__ = ["CheckpointManager"]
 
 _log = get_logger("manager")
 
 
-class CheckpointManager:
+class CheckpointManager(LoopMethods):
     """Saves and restores the state of a training run.
 
     Every rank makes one, with the same arguments. A save copies this rank's share of the state into shared
@@ -113,6 +114,12 @@ class CheckpointManager:
             else one is started on this node and leaves when its uploads are done.
         store_options: of the object store (``endpoint_url``, ``region``, ...); credentials come from the
             environment, never from here.
+        stop_signals: signals that ask all ranks to save and stop at a common step; see docs/liveness.md.
+            Default: ``$CKPT_STOP_SIGNALS``, else SIGTERM and SIGUSR1; ``()`` leaves signals alone.
+        notice_file: path whose appearance asks for the same; default ``$CKPT_NOTICE_FILE``.
+        grace_s: from such a request to the end of the process; default ``$CKPT_STOP_GRACE_S``, else 25.
+        on_stop: "exit" raises StopTraining, a SystemExit, from :meth:`step` after that save; "flag" only
+            makes :attr:`should_stop` true.
         timeout_s: how long restore waits for other ranks, and the end of a ``with`` block for its commits.
         pending_wait_s: how long restore waits for the commit of a step that is whole on NVMe, where the nodes
             cannot read it from one another (see docs/recovery.md), and for own saves to be sealed.
@@ -154,6 +161,10 @@ class CheckpointManager:
         staging_dir: str | os.PathLike[str] | None = None,
         server: str | None = None,
         store_options: Mapping[str, str] | None = None,
+        stop_signals: Collection[str] | None = None,
+        notice_file: str | os.PathLike[str] | None = None,
+        grace_s: float | None = None,
+        on_stop: Literal["exit", "flag"] = "exit",
         timeout_s: float = 600.0,
         pending_wait_s: float = 60.0,
     ) -> None:
@@ -166,6 +177,7 @@ class CheckpointManager:
             replication_jump,
             replication_rate,
         )
+        stop = StopOptions.of(signals=stop_signals, notice_file=notice_file, grace_s=grace_s, on_stop=on_stop)
         self.run = split_run_url(self._config.url)[1]
         self._agreement = Agreement(timeout_s)
         rank = self._agreement.rank
@@ -184,15 +196,15 @@ class CheckpointManager:
         self._redistribute = dict(redistribute or {})
         check_hooks(self._redistribute, self._state)
         self._policy = save_decision_policy or EveryNSteps(save_interval_steps)
-        self._overlapped = mode == "overlapped" or (mode == "auto" and bool(self._state.optimizers))
-        if self._overlapped and not self._state.optimizers:
+        overlapped = mode == "overlapped" or (mode == "auto" and bool(self._state.optimizers))
+        if overlapped and not self._state.optimizers:
             raise InvalidInputError("overlapped mode needs a registered optimizer: its step is the fence")
-        self._on_busy, self._on_error = on_busy, on_error
+        self._on_error = on_error
         self._lineage = Lineage(
             self.run,
             rank=rank,
             world_size=self._agreement.world_size,
-            audit_every=audit_interval(audit_every, overlapped=self._overlapped),
+            audit_every=audit_interval(audit_every, overlapped=overlapped),
         )
         self._pending_wait_s, self._timeout_s = pending_wait_s, timeout_s
         self._staging = StagingDir(staging_dir or default_staging_path()).ensure()
@@ -202,6 +214,7 @@ class CheckpointManager:
         self._session: Session | None = None
         self._closed = False
         self._owner = os.getpid()
+        self._watch = Watch(self._config.url, self._agreement, self._staging, stop)
         self._pipeline = SavePipeline(
             self._state,
             rank=rank,
@@ -210,8 +223,18 @@ class CheckpointManager:
             server=self._server or self._staging.socket_target(),
             starts_server=self._server is None,
             selftest=selftest_wanted(selftest),
+            pulse=self._watch.pulse,
         )
-        self._fence = OptimizerFence(self._state.stepping_optimizers, self._pipeline)
+        self._fence = OptimizerFence(self._state.stepping_optimizers, self._pipeline, self._watch.pulse)
+        self._saver = Saver(
+            state=self._state,
+            pipeline=self._pipeline,
+            lineage=self._lineage,
+            accumulation=self._accumulation,
+            fence=self._fence,
+            overlapped=overlapped,
+            on_busy=on_busy,
+        )
         self._accumulation_hooks = self._accumulation.watch(self._state.stepping_optimizers)
         atexit.register(self.close)
 
@@ -258,6 +281,7 @@ class CheckpointManager:
             CorruptError: no good copy is left. Bytes go straight into the live tensors, so parts of what was
                 found damaged may be in them: do not train on.
             TimeoutExceededError: a rank did not take part.
+            StopTraining: code 93, where ``$CKPT_MAX_NO_PROGRESS`` starts have resumed here and saved nothing.
         """
         self._check_open()
         chosen = RestoreOptions.of(
@@ -271,9 +295,11 @@ class CheckpointManager:
             cast_dtypes=cast_dtypes,
         )
         self._raise_background_errors()
+        self._watch.restore_begins()
         self._pipeline.wait_until_captured()
         wait_until_sealed(self._pipeline.pending(), self._pending_wait_s)
-        self._begin_session()
+        session = self._begin_session()
+        self._watch.session_known(session)
         self._accumulation.before_restore()
         found: CheckpointId | None = None
         if not start_over:
@@ -286,16 +312,19 @@ class CheckpointManager:
                 ladder=self._ladder(),
                 pending_wait_s=self._pending_wait_s,
                 redistribute=self._redistribute,
+                timer=self._watch.timer,
             ).restore(str(step))
+        self._watch.timer.enter("reshard")
         self._accumulation.after_restore(self._state.modules)
-        self._lineage.begin(
-            claim(self._agreement, self._config.url, self._config.store_options, found), found
-        )
+        self._watch.check_progress(self._config, found)
+        attempt = claim(self._agreement, self._config.url, self._config.store_options, found)
+        self._lineage.begin(attempt, found)
         self._fence.restart()
         self._pipeline.retake_wanted = False  # of a state that is no more
         with self._agreement.together("prepare"):
             self._pipeline.prepare()
-        self._remember_boundary()
+        self._saver.remember_boundary()
+        self._watch.restore_ended(session, attempt, found)
         return 0 if found is None else found.step
 
     def step(self, iteration: int) -> SaveHandle | None:
@@ -304,37 +333,22 @@ class CheckpointManager:
 
         Raises:
             CkptError: background work has failed since the last call and ``on_error`` is "raise".
+            StopTraining: a stop was asked for (a signal, a notice file) and this is the step that all ranks
+                agreed on, saved as its ``reason`` says. A SystemExit with the exit code for the launcher.
         """
         self._check_open()
         self._raise_background_errors()
         completed = iteration + 1
         self._accumulation.stepped()
+        stops = self._watch.step_completed(completed)
         handle = None
         if self._pipeline.retake_wanted or self._accumulation.has_deferred or self.should_save(completed):
             handle = self._accumulation.settled(self._save(completed))
-        self._remember_boundary()
+        self._saver.remember_boundary()
+        if stops:
+            self._save_and_stop(handle)
+        self._watch.step_over()
         return handle
-
-    def microbatch(self, index: int, *, of: int) -> contextlib.AbstractContextManager[None]:
-        """Hold around forward and backward of microbatch ``index`` (from 0) of ``of`` in one iteration.
-
-        Needed only where a save may come between microbatches (a signal, a timer). Without it every save is
-        taken for one between iterations.
-
-        Raises:
-            InvalidInputError: on entry, when it is not the microbatch whose turn it is.
-        """
-        return self._accumulation.microbatch(index, of)
-
-    def remaining_microbatches(self, of: int) -> range:
-        """Return the microbatches of this iteration that are not in the gradients yet.
-
-        All of them, but in the iteration that a checkpoint of ``accumulation="capture"`` is resumed in.
-
-        Raises:
-            InvalidInputError: ``of`` is not the number that the restored accumulation began with.
-        """
-        return self._accumulation.remaining(of)
 
     def save(self, step: int) -> SaveHandle:
         """Save now, as the state after ``step`` completed optimizer steps.
@@ -358,38 +372,6 @@ class CheckpointManager:
         self._raise_background_errors()
         return self._accumulation.settled(self._save(step))
 
-    def should_save(self, step: int) -> bool:
-        """Return whether the policy wants a save after ``step`` completed optimizer steps."""
-        return self._policy.should_save(step)
-
-    @contextlib.contextmanager
-    def lock(self) -> Iterator[None]:
-        """Hold around an edit of parameters outside ``optimizer.step()`` (EMA swap, manual initialisation).
-
-        Waits until no copy of the state is running, for one memory copy at most. An edit that does without
-        is found and the snapshot thrown away, unless it goes through ``.data``, which leaves no trace.
-        """
-        self._pipeline.wait_until_captured()
-        yield
-
-    # --- looking ---
-
-    @property
-    def attempt(self) -> int | None:
-        """Number of this start of the run; None before restore()."""
-        return self._lineage.attempt
-
-    def latest_step(self) -> int | None:
-        """Return the step that restore() would choose among committed checkpoints, or None."""
-        with contextlib.closing(open_store(self._config.url, self._config.store_options)) as store:
-            found = catalog.latest(store)
-        return None if found is None else found.step
-
-    def all_steps(self) -> list[int]:
-        """Return the steps of all committed checkpoints, ascending, each once."""
-        with contextlib.closing(open_store(self._config.url, self._config.store_options)) as store:
-            return sorted({info.ident.step for info in catalog.list_checkpoints(store)})
-
     # --- the end ---
 
     def wait_until_finished(self, timeout_s: float | None = None) -> None:
@@ -404,17 +386,7 @@ class CheckpointManager:
         """
         self._pipeline.wait_until_captured()
         self._wait_for_pending_saves(timeout_s)
-        self._pipeline.finish_selftests()
-        problems = self._pipeline.take_problems()
-        if problems:
-            raise problems[0]
-        if (lost := self._accumulation.give_up("training ended before the optimizer stepped")) is not None:
-            raise lost
-        if self._pipeline.retake_wanted:
-            raise SnapshotTornError(
-                "the last snapshot was torn and thrown away, and no save took its place",
-                step=self._lineage.last_saved,
-            )
+        self._saver.check_all_saved()
 
     def close(self) -> None:
         """Finish the running copy and hand over. Idempotent; waits for no disk or network.
@@ -430,6 +402,7 @@ class CheckpointManager:
         self._accumulation.give_up("the manager was closed")
         for hook in self._accumulation_hooks:
             hook.remove()
+        self._watch.close()
         self._pipeline.close()
         with contextlib.suppress(CkptError):  # else its server stays until this process ends; no harm
             self._staging.forget_trainer(os.getpid())
@@ -455,50 +428,22 @@ class CheckpointManager:
         if self._closed:
             raise InvalidInputError("the manager is closed", code="closed")
 
-    def _save(self, step: int) -> SaveHandle:
+    def _save(self, step: int, *, on_busy: str | None = None) -> SaveHandle:
         self._check_open()
-        if self._lineage.attempt is None:
-            # Not done here: it talks to the store and to other ranks, and a save does neither.
-            raise InvalidInputError(
-                "call restore() before the first save, also for a fresh run: it gives this start of the run "
-                "its number, and keeps it from beginning over existing checkpoints by accident",
-                code="not-started",
-            )
-        if inside_pipeline_schedule():
-            raise InvalidInputError(
-                "a save from inside a pipeline schedule would hold a part of a step; save after its step()",
-                code="inside-schedule",
-            )
-        ident = CheckpointId(step, self._lineage.attempt)
-        if (deferred := self._accumulation.before_save(ident)) is not None:
-            return deferred
-        self._pipeline.wait_until_captured()
-        self._lineage.check_order(step, retake=self._pipeline.retake_wanted)
-        self._fence.warn_if_off_by_one(step, self._lineage.first_step)
-        if self._pipeline.busy and not arena_is_free(self._pipeline, self._on_busy, step):
-            handle = SaveHandle(ident, skipped=True)
-            handle.fail(BusyError("skipped: the save before is still being written", step=step))
-            return handle
-        retake = self._pipeline.retake_wanted
-        self._pipeline.retake_wanted = False
-        if retake:
-            event(_log, logging.WARNING, "save.retaken", step=step, reason="the last snapshot was torn")
-        assert self._session is not None
-        handle = self._pipeline.save(
-            ident,
-            self._lineage.origin(self._session.group),
-            overlapped=self._overlapped and not retake,
-            audit_shift=self._lineage.audit_shift(),
-            flat=self._accumulation.state_to_save(),
-        )
-        self._lineage.note_saved(step)
+        group = self._session.group if self._session is not None else None
+        handle = self._saver.save(step, group, on_busy=on_busy)
+        if not handle.skipped:
+            self._watch.saved(handle)
         return handle
 
-    def _remember_boundary(self) -> None:
-        if self._accumulation.wants_boundaries:
-            self._accumulation.remember(self._state.flatten())
+    def _save_and_stop(self, handle: SaveHandle | None) -> None:
+        """Save for a stop that was asked for, unless this very step was saved already, and end."""
+        done = handle or self._watch.save_for_stop()
+        if done is None or done.skipped:
+            done = self._accumulation.settled(self._save(self._watch.completed, on_busy="wait"))
+        self._watch.finish(done)
 
-    def _begin_session(self) -> None:
+    def _begin_session(self) -> Session:
         if self._session is None:
             self._known_nodes = known_nodes(self._staging, run_key(self._config.url))
             self._session = agree_on_session(
@@ -510,6 +455,7 @@ class CheckpointManager:
                 start_server=self._start_server,
             )
             self._state.builder.replicate_over(self._session.peers)
+        return self._session
 
     def _ladder(self) -> Ladder:
         assert self._session is not None

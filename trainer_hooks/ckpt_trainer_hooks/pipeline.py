@@ -22,6 +22,7 @@ from ckpt_trainer_hooks.collector import collector_paused
 from ckpt_trainer_hooks.environment import environment
 from ckpt_trainer_hooks.flusher_process import FlusherProcess
 from ckpt_trainer_hooks.handle import SaveHandle
+from ckpt_trainer_hooks.liveness import Pulse
 from ckpt_trainer_hooks.pinned import pin, unpin
 from ckpt_trainer_hooks.selftest import SelfTest
 from ckpt_trainer_hooks.snapshot import Binding, Copies, SnapshotPlan, plan_snapshot
@@ -58,6 +59,7 @@ class SavePipeline:
         server: gRPC target of the staging server.
         starts_server: the flusher starts an embedded server whenever none answers.
         selftest: read every sealed segment back; see ckpt_trainer_hooks.selftest.
+        pulse: shown to the flusher.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class SavePipeline:
         server: str,
         starts_server: bool,
         selftest: bool = False,
+        pulse: Pulse | None = None,
     ) -> None:
         self._state = state
         self._rank = rank
@@ -80,6 +83,7 @@ class SavePipeline:
             on_event=self._on_event,
             on_death=self._on_flusher_death,
             starts_server=starts_server,
+            pulse=None if pulse is None else pulse.fds,
         )
         self._selftest = SelfTest(staging, run_key, rank, self._fail) if selftest else None
         self._lock = threading.Lock()

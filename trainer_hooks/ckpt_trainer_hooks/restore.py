@@ -27,6 +27,7 @@ from ckpt_trainer_hooks.agree import Agreement
 from ckpt_trainer_hooks.environment import compare_environment
 from ckpt_trainer_hooks.ladder import Choice, Ladder
 from ckpt_trainer_hooks.placing import placer
+from ckpt_trainer_hooks.recovery_timer import RecoveryTimer
 from ckpt_trainer_hooks.redistribute import Redistribute, Spread
 from ckpt_trainer_hooks.rng import derive_rng, restore_rng
 from ckpt_trainer_hooks.selection import RNG_ITEM, RestoreOptions
@@ -54,6 +55,7 @@ class Restorer:
             commit of a step that is sealed on all nodes, newer than anything else, and cannot be read from
             them, since they do not listen for one another.
         redistribute: for per-rank items when the number of ranks has changed.
+        timer: told when reading begins and ends, and how much came from where.
     """
 
     url: str
@@ -64,6 +66,7 @@ class Restorer:
     ladder: Ladder
     pending_wait_s: float
     redistribute: Mapping[str, Redistribute] = field(default_factory=dict)
+    timer: RecoveryTimer = field(default_factory=RecoveryTimer)
     _tiers: Sequence[Tier] = ()  # of the candidate that is being restored
 
     def restore(self, wanted: str) -> CheckpointId | None:
@@ -130,6 +133,7 @@ class Restorer:
 
     def _restore_one(self, store: Store, choice: Choice) -> None:
         started = time.perf_counter()
+        self.timer.enter("locate")
         with ExitStack() as stack:
             self._tiers = self.ladder.tiers(choice, stack)
             checkpoint, stats = self._restore_from(store, choice)
@@ -160,8 +164,11 @@ class Restorer:
             targets.mismatch.raise_if_any(
                 allow_missing=self.chosen.allow_missing, allow_unexpected=self.chosen.allow_unexpected
             )
+        self.timer.enter("read")
         with self.agreement.together("read"):
             stats = self._read(checkpoint, targets)
+        self.timer.enter("reshard")
+        self.timer.count(stats.nbytes)
         for apply in targets.apply:
             apply()
         if self.chosen.takes_item(RNG_ITEM):

@@ -109,16 +109,115 @@ class StatusRequest(_message.Message):
     def __init__(self, run_key: _Optional[str] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("steps", "server_version", "oldest_pending_s", "embedded")
+    __slots__ = ("steps", "server_version", "oldest_pending_s", "embedded", "ranks", "draining")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     OLDEST_PENDING_S_FIELD_NUMBER: _ClassVar[int]
     EMBEDDED_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     steps: _containers.RepeatedCompositeFieldContainer[StepStatus]
     server_version: str
     oldest_pending_s: float
     embedded: bool
-    def __init__(self, steps: _Optional[_Iterable[_Union[StepStatus, _Mapping]]] = ..., server_version: _Optional[str] = ..., oldest_pending_s: _Optional[float] = ..., embedded: bool = ...) -> None: ...
+    ranks: _containers.RepeatedCompositeFieldContainer[RankHealth]
+    draining: bool
+    def __init__(self, steps: _Optional[_Iterable[_Union[StepStatus, _Mapping]]] = ..., server_version: _Optional[str] = ..., oldest_pending_s: _Optional[float] = ..., embedded: bool = ..., ranks: _Optional[_Iterable[_Union[RankHealth, _Mapping]]] = ..., draining: bool = ...) -> None: ...
+
+class RankPulse(_message.Message):
+    __slots__ = ("run_key", "attempt", "rank", "world_size", "cohort", "step", "phase", "still_s", "step_s", "phase_s", "busy_s", "collectives", "waits", "computes", "is_stopped", "where", "kernel", "stacks", "ended", "pid", "node")
+    class Ended(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        ENDED_UNSPECIFIED: _ClassVar[RankPulse.Ended]
+        ENDED_CLOSED: _ClassVar[RankPulse.Ended]
+        ENDED_DIED: _ClassVar[RankPulse.Ended]
+    ENDED_UNSPECIFIED: RankPulse.Ended
+    ENDED_CLOSED: RankPulse.Ended
+    ENDED_DIED: RankPulse.Ended
+    class PhaseSEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    RUN_KEY_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    COHORT_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    STILL_S_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    PHASE_S_FIELD_NUMBER: _ClassVar[int]
+    BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    COLLECTIVES_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTES_FIELD_NUMBER: _ClassVar[int]
+    IS_STOPPED_FIELD_NUMBER: _ClassVar[int]
+    WHERE_FIELD_NUMBER: _ClassVar[int]
+    KERNEL_FIELD_NUMBER: _ClassVar[int]
+    STACKS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    run_key: str
+    attempt: int
+    rank: int
+    world_size: int
+    cohort: str
+    step: int
+    phase: str
+    still_s: float
+    step_s: float
+    phase_s: _containers.ScalarMap[str, float]
+    busy_s: float
+    collectives: int
+    waits: bool
+    computes: bool
+    is_stopped: bool
+    where: str
+    kernel: str
+    stacks: str
+    ended: RankPulse.Ended
+    pid: int
+    node: str
+    def __init__(self, run_key: _Optional[str] = ..., attempt: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., cohort: _Optional[str] = ..., step: _Optional[int] = ..., phase: _Optional[str] = ..., still_s: _Optional[float] = ..., step_s: _Optional[float] = ..., phase_s: _Optional[_Mapping[str, float]] = ..., busy_s: _Optional[float] = ..., collectives: _Optional[int] = ..., waits: bool = ..., computes: bool = ..., is_stopped: bool = ..., where: _Optional[str] = ..., kernel: _Optional[str] = ..., stacks: _Optional[str] = ..., ended: _Optional[_Union[RankPulse.Ended, str]] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ...) -> None: ...
+
+class HeartbeatResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RankHealth(_message.Message):
+    __slots__ = ("pulse", "age_s", "state", "reason")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_UNSPECIFIED: _ClassVar[RankHealth.State]
+        STATE_OK: _ClassVar[RankHealth.State]
+        STATE_SLOW: _ClassVar[RankHealth.State]
+        STATE_WAITING: _ClassVar[RankHealth.State]
+        STATE_HUNG: _ClassVar[RankHealth.State]
+        STATE_DEAD: _ClassVar[RankHealth.State]
+        STATE_SILENT: _ClassVar[RankHealth.State]
+        STATE_ENDED: _ClassVar[RankHealth.State]
+    STATE_UNSPECIFIED: RankHealth.State
+    STATE_OK: RankHealth.State
+    STATE_SLOW: RankHealth.State
+    STATE_WAITING: RankHealth.State
+    STATE_HUNG: RankHealth.State
+    STATE_DEAD: RankHealth.State
+    STATE_SILENT: RankHealth.State
+    STATE_ENDED: RankHealth.State
+    PULSE_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    pulse: RankPulse
+    age_s: float
+    state: RankHealth.State
+    reason: str
+    def __init__(self, pulse: _Optional[_Union[RankPulse, _Mapping]] = ..., age_s: _Optional[float] = ..., state: _Optional[_Union[RankHealth.State, str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class StepStatus(_message.Message):
     __slots__ = ("run_key", "id", "state", "sealed_ranks", "group", "uploaded_bytes", "total_bytes", "error", "url", "warnings", "stored_bytes")

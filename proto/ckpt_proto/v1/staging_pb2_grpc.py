@@ -54,6 +54,11 @@ class StagingStub(object):
                 request_serializer=ckpt__proto_dot_v1_dot_staging__pb2.StatusRequest.SerializeToString,
                 response_deserializer=ckpt__proto_dot_v1_dot_staging__pb2.StepStatus.FromString,
                 _registered_method=True)
+        self.Heartbeat = channel.stream_unary(
+                '/ckpt.v1.Staging/Heartbeat',
+                request_serializer=ckpt__proto_dot_v1_dot_staging__pb2.RankPulse.SerializeToString,
+                response_deserializer=ckpt__proto_dot_v1_dot_staging__pb2.HeartbeatResponse.FromString,
+                _registered_method=True)
 
 
 class StagingServicer(object):
@@ -89,6 +94,14 @@ class StagingServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Heartbeat(self, request_iterator, context):
+        """A flusher tells how its trainer is doing, about once per second, for as long as the trainer lives; the
+        server compares ranks and answers when the stream ends. Nothing waits for it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StagingServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -111,6 +124,11 @@ def add_StagingServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=ckpt__proto_dot_v1_dot_staging__pb2.StatusRequest.FromString,
                     response_serializer=ckpt__proto_dot_v1_dot_staging__pb2.StepStatus.SerializeToString,
+            ),
+            'Heartbeat': grpc.stream_unary_rpc_method_handler(
+                    servicer.Heartbeat,
+                    request_deserializer=ckpt__proto_dot_v1_dot_staging__pb2.RankPulse.FromString,
+                    response_serializer=ckpt__proto_dot_v1_dot_staging__pb2.HeartbeatResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -221,6 +239,33 @@ class Staging(object):
             '/ckpt.v1.Staging/Watch',
             ckpt__proto_dot_v1_dot_staging__pb2.StatusRequest.SerializeToString,
             ckpt__proto_dot_v1_dot_staging__pb2.StepStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Heartbeat(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/ckpt.v1.Staging/Heartbeat',
+            ckpt__proto_dot_v1_dot_staging__pb2.RankPulse.SerializeToString,
+            ckpt__proto_dot_v1_dot_staging__pb2.HeartbeatResponse.FromString,
             options,
             channel_credentials,
             insecure,
