@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from signal import Signals
 
@@ -289,11 +290,13 @@ def _margin(grace_s: float) -> float:
 
 
 def _achieved(handle: SaveHandle) -> Achieved:
-    for name, future in (
-        ("committed", handle.upload_completion),
-        ("sealed", handle.local_completion),
-        ("copied", handle.staging_completion),
-    ):
-        if future.done() and future.exception() is None:
-            return name  # type: ignore[return-value]
-    return "nothing"
+    if _is_well(handle.upload_completion):
+        return "committed"
+    if _is_well(handle.local_completion):
+        return "sealed"
+    is_lost = handle.local_completion.done()  # and not well: a full disk, a flusher that died
+    return "copied" if _is_well(handle.staging_completion) and not is_lost else "nothing"
+
+
+def _is_well(future: Future[None]) -> bool:
+    return future.done() and future.exception() is None
