@@ -15,6 +15,11 @@ from ckpt_trainer_hooks import CheckpointManager, StopTraining
 from tests.support.runs import Live, Place
 
 WAIT_S = 30.0
+STOP = signal.SIGUSR2  # not a usual one: managers that other tests of this process left open would end it
+
+
+def started(place: Place, live: Live, **more: object) -> CheckpointManager:
+    return place.started(live, stop_signals=[STOP.name], **more)
 
 
 def until(done: Callable[[], object]) -> None:
@@ -36,8 +41,8 @@ def train_until_stopped(live: Live, manager: CheckpointManager, start: int = 0) 
 
 def test_flag_lets_the_loop_end_by_itself_after_the_common_step_was_saved(place: Place) -> None:
     live = Live.new()
-    with place.started(live, on_stop="flag") as manager:
-        os.kill(os.getpid(), signal.SIGUSR1)
+    with started(place, live, on_stop="flag") as manager:
+        os.kill(os.getpid(), STOP)
         step = 0
         while not manager.should_stop:
             live.train(range(step, step + 1), manager)
@@ -51,9 +56,9 @@ def test_flag_lets_the_loop_end_by_itself_after_the_common_step_was_saved(place:
 
 def test_long_phase_between_two_steps_can_be_left(place: Place) -> None:
     live = Live.new()
-    manager = place.started(live)
+    manager = started(place, live)
     live.train(range(3), manager)
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), STOP)
 
     def evaluate() -> bool:
         try:
@@ -71,8 +76,8 @@ def test_long_phase_between_two_steps_can_be_left(place: Place) -> None:
 
 def test_save_that_is_due_at_the_common_step_is_made_once(place: Place) -> None:
     live = Live.new()
-    manager = place.started(live, save_interval_steps=1)
-    os.kill(os.getpid(), signal.SIGUSR1)
+    manager = started(place, live, save_interval_steps=1)
+    os.kill(os.getpid(), STOP)
     found = train_until_stopped(live, manager)
     manager.close()
     assert manager.all_steps()[-1] == found.reason.step
@@ -81,7 +86,7 @@ def test_save_that_is_due_at_the_common_step_is_made_once(place: Place) -> None:
 def test_notice_file_that_appears_is_a_request(place: Place, tmp_path: Path) -> None:
     live = Live.new()
     notice = tmp_path / "preempted"
-    manager = place.started(live, notice_file=notice)
+    manager = started(place, live, notice_file=notice)
     live.train(range(2), manager)
     notice.touch()
     found = train_until_stopped(live, manager, 2)
@@ -95,17 +100,17 @@ def test_handler_of_the_program_is_called_too_and_is_back_at_the_end(place: Plac
     def mine(number: int, _: object) -> None:
         heard.append(number)
 
-    signal.signal(signal.SIGUSR1, mine)
+    signal.signal(STOP, mine)
     try:
         live = Live.new()
-        manager = place.started(live)
-        os.kill(os.getpid(), signal.SIGUSR1)
+        manager = started(place, live)
+        os.kill(os.getpid(), STOP)
         train_until_stopped(live, manager)
-        assert heard == [signal.SIGUSR1]
+        assert heard == [STOP]
         manager.close()
-        assert signal.getsignal(signal.SIGUSR1) is mine
+        assert signal.getsignal(STOP) is mine
     finally:
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        signal.signal(STOP, signal.SIG_DFL)
 
 
 def test_signals_are_left_alone_where_that_is_wanted(place: Place) -> None:
