@@ -36,6 +36,9 @@ __all__ = ["Stopper"]
 
 _MARGIN_S = 1.0  # of the grace time, for writing the reason and leaving
 _POLL_S = 0.05
+# For the training thread to come by: in the middle of an evaluation that calls check_stop() it is held then, and
+# the job can stop at once instead of after one more step. One that waits for held ranks does not come.
+_HOLD_WAIT_S = 1.0
 _ABORT_WAIT_S = 1.0  # for the training thread to come and raise the exit itself
 _log = get_logger("stop")
 
@@ -56,7 +59,7 @@ class Stopper:
         self._heard: dict[int, int] = {}
         self._lock = threading.Condition()
         self._request: Request | None = None  # guarded by self._lock, like what follows
-        self._deadline = 0.0
+        self._deadline = self._heard_at = 0.0
         self._decision: Decision | None = None
         self._completed = 0
         self._is_held = False
@@ -186,12 +189,14 @@ class Stopper:
                 )
             if found is None:
                 return
-            self._deadline = time.monotonic() + found.grace_s
+            self._heard_at = time.monotonic()
+            self._deadline = self._heard_at + found.grace_s
             self._request = found  # from here on the training thread is held at the end of its step
         if self._decision is None:
             with self._lock:
-                earliest = self._completed if self._is_held else self._completed + 1
-            agreement.answer(earliest)
+                is_held, completed = self._is_held, self._completed
+            if is_held or time.monotonic() - self._heard_at > _HOLD_WAIT_S:
+                agreement.answer(completed if is_held else completed + 1)
             decision = agreement.decision()
             if decision is not None:
                 event(
