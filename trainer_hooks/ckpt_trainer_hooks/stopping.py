@@ -37,7 +37,7 @@ __all__ = ["Stopper"]
 _MARGIN_S = 1.0  # of the grace time, for writing the reason and leaving
 _POLL_S = 0.05
 # For the training thread to come by: in an evaluation that calls check_stop() it is held then, and the job
-# can stop at once instead of after one more step. One that waits for held ranks in a collective does not come.
+# can stop at once instead of after one more step. One that waits for held ranks does not come.
 _HOLD_WAIT_S = 1.0
 _ABORT_WAIT_S = 1.0  # for the training thread to come and raise the exit itself
 _log = get_logger("stop")
