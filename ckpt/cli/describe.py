@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping
 from ckpt.cli.records import Details, MeshRow, Problem, SegmentRow, Shown, TensorRow
 from ckpt.errors import CkptError
 from ckpt.format.ids import CheckpointId
+from ckpt.format.keys import own_object_key
 from ckpt.format.layout import LayoutSet, Replicate, Shard, TensorLayout, storing_ranks
+from ckpt.format.manifest import stored_nbytes
 from ckpt.format.placement import Placement
 from ckpt_proto.v1 import disk_pb2
 
@@ -55,6 +57,7 @@ def describe(
         attempt=ident.attempt,
         committed_at=manifest.committed_at,
         nbytes=manifest.nbytes,
+        stored_nbytes=stored_nbytes(manifest),
         world_size=manifest.world_size,
         group_count=manifest.group_count,
         tensor_count=manifest.tensor_count,
@@ -68,7 +71,8 @@ def describe(
             SegmentRow(
                 rank=segment.rank,
                 nbytes=segment.nbytes,
-                object_key=segment.object_key,
+                stored_nbytes=stored_nbytes(segment),
+                object_key=own_object_key(segment.object_key, segment.pack),
                 local_path=local_paths.get(segment.rank),
             )
             for segment in sorted(segments, key=lambda item: item.rank)

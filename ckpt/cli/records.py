@@ -133,19 +133,23 @@ class SegmentRow:
     Attributes:
         rank: whose.
         nbytes: raw size.
+        stored_nbytes: of its own object: compressed, without what is borrowed.
         object_key: where it is in the store, relative to the run's URL.
         local_path: the sealed copy in the staging directory, or None.
     """
 
     rank: int
     nbytes: int
+    stored_nbytes: int
     object_key: str
     local_path: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """One checkpoint in full. ``committed_at`` is by the committer's clock."""
+    """One checkpoint in full. ``committed_at`` is by the committer's clock; ``stored_nbytes`` is what its own
+    objects take: compressed, without chunks that lie in older checkpoints' objects.
+    """
 
     url: str
     checkpoint: str
@@ -153,6 +157,7 @@ class Shown:
     attempt: int
     committed_at: float
     nbytes: int
+    stored_nbytes: int
     world_size: int
     group_count: int
     tensor_count: int

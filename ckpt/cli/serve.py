@@ -77,6 +77,7 @@ def _step(step: staging_pb2.StepStatus) -> dict[str, Any]:
         "ranks": list(step.group.ranks),
         "uploaded_nbytes": step.uploaded_bytes,
         "nbytes": step.total_bytes,
+        "stored_nbytes": step.stored_bytes,
         "error": problem_of(error_from_info(step.error)) if step.HasField("error") else None,
         "warnings": [problem_of(error_from_info(warning)) for warning in step.warnings],
     }

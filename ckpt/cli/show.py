@@ -83,6 +83,7 @@ def _facts(shown: Shown) -> list[tuple[str, str]]:
             "size",
             f"{human_bytes(shown.nbytes)} ({shown.nbytes:,} bytes), {counted(shown.tensor_count, 'tensor')}",
         ),
+        ("stored", _stored(shown)),
         ("saved by", f"{counted(shown.world_size, 'rank')} in {counted(shown.group_count, 'node group')}"),
         ("resumed from", shown.parent or "a fresh start"),
         ("remote copy", f"{_ranks(shown.segments)} in {shown.url}"),
@@ -92,6 +93,13 @@ def _facts(shown: Shown) -> list[tuple[str, str]]:
         facts.append(("has chunks in", ", ".join(shown.references)))
     environment = " ".join(f"{key}={value}" for key, value in shown.environment.items())
     return [*facts, ("environment", environment or "-")]
+
+
+def _stored(shown: Shown) -> str:
+    from ckpt.cli.render import human_bytes
+
+    share = f", {shown.stored_nbytes / shown.nbytes:.0%} of the size" if shown.nbytes else ""
+    return f"{human_bytes(shown.stored_nbytes)} ({shown.stored_nbytes:,} bytes{share}) in its own objects"
 
 
 def _ranks(segments: list[SegmentRow]) -> str:
@@ -134,6 +142,7 @@ def _print_segments(segments: list[SegmentRow], limit: int) -> None:
         [
             Column("RANK", right=True),
             Column("SIZE", right=True),
+            Column("STORED", right=True),
             Column("LOCAL"),
             Column("OBJECT", fold=True),
         ],
@@ -141,6 +150,7 @@ def _print_segments(segments: list[SegmentRow], limit: int) -> None:
             (
                 str(segment.rank),
                 human_bytes(segment.nbytes),
+                human_bytes(segment.stored_nbytes),
                 "yes" if segment.local_path else "-",
                 segment.object_key,
             )
