@@ -79,6 +79,8 @@ def _step(step: staging_pb2.StepStatus) -> dict[str, Any]:
         "nbytes": step.total_bytes,
         "stored_nbytes": step.stored_bytes,
         "error": problem_of(error_from_info(step.error)) if step.HasField("error") else None,
+        "replicas": {str(one.rank): list(one.nodes) for one in step.replicas},
+        "replicas_wanted": step.replicas_wanted,
         "warnings": [problem_of(error_from_info(warning)) for warning in step.warnings],
     }
 
@@ -88,10 +90,20 @@ def _state(step: staging_pb2.StepStatus) -> str:
     return name.removeprefix("STATE_").lower()
 
 
+def _replicas(step: dict[str, Any]) -> str:
+    """Of how many of this node's segments as many others as wanted hold a replica, and who."""
+    if not step["replicas_wanted"]:
+        return "-"
+    nodes = sorted({node for held in step["replicas"].values() for node in held})
+    done = sum(len(held) >= step["replicas_wanted"] for held in step["replicas"].values())
+    return f"{done} of {len(step['ranks'])}" + (f" on {', '.join(nodes)}" if nodes else "")
+
+
 def _print(target: str, status: staging_pb2.StatusResponse) -> None:
     from ckpt.cli.render import Cell, Column, human_bytes, human_ranks, human_seconds, print_line, print_table
 
     steps = [_step(step) for step in status.steps]
+    replicated = any(step["replicas_wanted"] for step in steps)
     if steps:
         print_table(
             [
@@ -99,6 +111,7 @@ def _print(target: str, status: staging_pb2.StatusResponse) -> None:
                 Column("STATE"),
                 Column("SEALED"),
                 Column("UPLOADED", right=True),
+                *([Column("REPLICAS", fold=True)] if replicated else []),
                 Column("RUN", fold=True),
             ],
             [
@@ -107,6 +120,7 @@ def _print(target: str, status: staging_pb2.StatusResponse) -> None:
                     Cell(step["state"], _STYLES.get(step["state"], "yellow")),
                     f"{human_ranks(step['sealed_ranks'])} of {human_ranks(step['ranks'])}",
                     f"{human_bytes(step['uploaded_nbytes'])} of {human_bytes(step['nbytes'])}",
+                    *([_replicas(step)] if replicated else []),
                     step["url"],
                 )
                 for step in steps

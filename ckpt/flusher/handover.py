@@ -24,6 +24,7 @@ __all__ = ["Handover"]
 _FIRST_WAIT_S = 0.1
 _LONGEST_WAIT_S = 2.0
 _START_EVERY_S = 15.0  # a server needs a second or two; one that cannot start must not be tried in a loop
+_MOST_AWAITED = 64  # committed steps whose replicas are still waited for
 _START_AGAIN_S = 2.0  # the same after one that did answer, and has died since
 _log = get_logger("flusher.handover")
 _State = staging_pb2.StepStatus
@@ -46,6 +47,8 @@ class _Step:
         sealed_at: monotonic seconds.
         is_told: the server has accepted it.
         end: how it ended, as the trainer was told; None while it is open.
+        awaits_replicas: other nodes are to hold replicas, and not enough of them do yet.
+        is_replicated: the trainer was told that they do.
     """
 
     sequence: int
@@ -54,6 +57,8 @@ class _Step:
     sealed_at: float
     is_told: bool = False
     end: flusher_pb2.FlusherEvent.State | None = None
+    awaits_replicas: bool = False
+    is_replicated: bool = False
 
 
 class Handover:
@@ -226,7 +231,10 @@ class Handover:
         end = _ENDS.get(status.state)
         with self._wake:
             step = self._steps.get(CheckpointId.from_proto(status.id))
-        if step is None or end is None or step.end == end:
+        if step is None:
+            return
+        self._note_replicas(step, status)
+        if end is None or step.end == end:
             return
         if step.rank == min(status.group.ranks, default=step.rank):  # one of the node's ranks says it
             for warning in status.warnings:
@@ -237,6 +245,18 @@ class Handover:
                 kind="CkptError", code="abandoned", message="the step can never be committed and was given up"
             )
         self._end(step, end, info)
+
+    def _note_replicas(self, step: _Step, status: staging_pb2.StepStatus) -> None:
+        if not status.replicas_wanted:
+            return
+        held = next((len(one.nodes) for one in status.replicas if one.rank == step.rank), 0)
+        with self._wake:
+            step.awaits_replicas = held < status.replicas_wanted and not step.is_replicated
+        if held >= status.replicas_wanted and not step.is_replicated:
+            step.is_replicated = True
+            self._emit(
+                _Event(state=_Event.STATE_REPLICATED, sequence=step.sequence, id=step.ident.to_proto())
+            )
 
     def _end(
         self, step: _Step, end: flusher_pb2.FlusherEvent.State, info: common_pb2.ErrorInfo | None
@@ -266,7 +286,10 @@ class Handover:
 
     def _drop_committed(self) -> None:
         # Called with self._wake held. A failed step stays: a server may try it again and succeed.
-        self._steps = {i: step for i, step in self._steps.items() if step.end != _Event.STATE_COMMITTED}
+        late = [i for i, step in self._steps.items() if step.awaits_replicas][-_MOST_AWAITED:]
+        self._steps = {
+            i: step for i, step in self._steps.items() if step.end != _Event.STATE_COMMITTED or i in late
+        }
 
     def _note_progress(self) -> None:
         self._progress_at = self._clock.monotonic()

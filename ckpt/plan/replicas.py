@@ -67,6 +67,7 @@ def replicas_to_drop(
             other.ident
             for other in held
             if other.whole
+            and not other.given_up
             and _order(other.ident) > _order(one.ident)
             and (other.owner == one.owner or one.owner not in current)
         }

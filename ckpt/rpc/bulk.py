@@ -18,6 +18,7 @@ __all__ = [
     "READ_CHUNKS",
     "READ_SEGMENT",
     "READ_TENSOR",
+    "REPLICATE",
     "bulk_path",
     "frames",
 ]
@@ -27,6 +28,7 @@ PUT_CHUNKS = "PutChunks"
 READ_TENSOR = "ReadTensor"
 READ_CHUNKS = "ReadChunks"
 READ_SEGMENT = "ReadSegment"
+REPLICATE = "Replicate"
 
 FRAME_NBYTES = 1024 * 1024
 

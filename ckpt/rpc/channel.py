@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from ckpt.errors import InvalidInputError, TimeoutExceededError
+from ckpt.errors import InvalidInputError, TimeoutExceededError, UnavailableError
 from ckpt.rpc.status import error_from_rpc
 
 __all__ = [
@@ -127,6 +127,8 @@ class Connection:
             return method(request, timeout=timeout_s or self.timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise error_from_rpc(error, target=self.target, method=_name(method)) from error
+        except ValueError as error:  # gRPC's way to say that another thread has closed the channel
+            raise UnavailableError("the connection is closed", code="closed", target=self.target) from error
 
     def stream(
         self, method: Callable[..., Any], request: object, *, timeout_s: float | None = None

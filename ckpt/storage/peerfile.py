@@ -56,13 +56,13 @@ def failure_domain(environment: Mapping[str, str] | None = None) -> str:
     return f"machine:{socket.gethostname()}"
 
 
-def write_peer_file(staging: StagingDir, *, target: str, domain: str) -> Path:
-    """Make known durably that this node's server is reached at ``target``; return the file."""
+def write_peer_file(staging: StagingDir, *, target: str, domain: str) -> tuple[PeerNode, Path]:
+    """Make known durably that this node's server is reached at ``target``; return that, and the file."""
     node = PeerNode(node_id=node_id(staging), target=target, domain=domain, host=socket.gethostname())
     path = staging.path / PEER_NAME
     with os_errors("peer.json cannot be written", path=path):
         write_durably(path, json.dumps({**node.to_json(), "pid": os.getpid()}).encode())
-    return path
+    return node, path
 
 
 def read_peer_file(staging: StagingDir) -> PeerNode | None:

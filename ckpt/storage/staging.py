@@ -36,6 +36,7 @@ from ckpt_proto.v1 import disk_pb2, staging_pb2
 __all__ = ["COMMITTED_NAME", "RunConfig", "StagingDir", "default_staging_path", "os_errors"]
 
 COMMITTED_NAME = "committed"
+_ENDED_NAME = "ended"
 _RUN_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,159}")
 # Whole numbers of run.json, with what a file of an older version means that lacks them.
 _COUNTS = {
@@ -249,6 +250,25 @@ class StagingDir:
         """Return what :meth:`write_run_config` stored. Raises NotFoundError, CorruptError."""
         path = self.run_dir(run_key) / "run.json"
         return RunConfig.from_json(self._read(path, "the run is not known here"), where=str(path))
+
+    def mark_ended(self, run_key: str) -> None:
+        """Note durably that the run has ended in order on this node: nobody will come back for its steps."""
+        path = self.run_dir(run_key) / _ENDED_NAME
+        with os_errors("the end of a run cannot be noted", path=path):
+            self._make_durable_dir(path.parent)
+            write_durably(path, b"")
+
+    def clear_ended(self, run_key: str) -> None:
+        """Take :meth:`mark_ended` back: the run goes on. No error where there is no mark."""
+        path = self.run_dir(run_key) / _ENDED_NAME
+        with os_errors("the note of a run's end cannot be removed", path=path):
+            path.unlink(missing_ok=True)
+
+    def is_ended(self, run_key: str) -> bool:
+        """Whether the run has ended in order on this node."""
+        path = self.run_dir(run_key) / _ENDED_NAME
+        with os_errors("the note of a run's end cannot be looked for", path=path):
+            return path.is_file()
 
     def layout(self, run_key: str, layout_digest: bytes) -> bytes:
         """Return a LayoutSet's bytes. Raises NotFoundError; CorruptError where the digest differs."""

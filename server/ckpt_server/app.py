@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -16,22 +17,35 @@ from ckpt.clock import Clock, SystemClock
 from ckpt.errors import CkptError, UnavailableError
 from ckpt.events import event, get_logger
 from ckpt.rpc.channel import MAX_MESSAGE_NBYTES
+from ckpt.storage.durable import write_durably
 from ckpt.storage.peerfile import write_peer_file
 from ckpt.storage.spares import drop_spares
-from ckpt.storage.staging import StagingDir
-from ckpt_proto.v1 import catalog_pb2_grpc, peer_pb2_grpc, restore_pb2_grpc, staging_pb2_grpc
+from ckpt.storage.staging import StagingDir, os_errors
+from ckpt_proto.v1 import (
+    catalog_pb2_grpc,
+    peer_pb2_grpc,
+    replica_pb2_grpc,
+    restore_pb2_grpc,
+    staging_pb2_grpc,
+)
+from ckpt_server.adopter import Adopter
 from ckpt_server.bulk_service import bulk_handlers
 from ckpt_server.catalog_service import CatalogService
 from ckpt_server.checkpoints import Checkpoints
 from ckpt_server.health import Health
 from ckpt_server.intake import Intake
 from ckpt_server.interceptors import Activity, AuthInterceptor, ErrorInterceptor
+from ckpt_server.keeper import ReplicaKeeper
 from ckpt_server.liveness import MAX_HEARTS, Liveness
 from ckpt_server.lock import write_server_file
 from ckpt_server.metrics import Metrics
 from ckpt_server.peer_service import PeerService
+from ckpt_server.peers import Peers
 from ckpt_server.pipeline import Pipeline
 from ckpt_server.recoveries import publish_recoveries
+from ckpt_server.replica_dir import ReplicaDir
+from ckpt_server.replica_service import ReplicaService
+from ckpt_server.replicator import Replicator
 from ckpt_server.restore_service import RestoreService
 from ckpt_server.runs import Runs
 from ckpt_server.settings import Settings
@@ -79,6 +93,24 @@ class App:
         self._pipeline = Pipeline(self._staging, self._table, settings, self._clock)
         self._intake = Intake(self._staging, self._runs, self._table, self._pipeline, self._clock)
         self._metrics = Metrics(settings, self._staging, self._runs, self._table, self._clock)
+        self._peers = Peers(None, settings.peer_access, self._clock)
+        self._replicator = Replicator(
+            self._staging,
+            self._runs,
+            self._table,
+            self._peers,
+            peer_lost_s=settings.peer_lost_s,
+            clock=self._clock,
+        )
+        self._replicas = ReplicaDir(self._staging)
+        self._keeper = ReplicaKeeper(
+            self._staging,
+            self._replicas,
+            self._peers,
+            Adopter(self._replicas, settings, self._clock),
+            settings,
+            self._clock,
+        )
         self._pool = ThreadPoolExecutor(_RPC_THREADS, thread_name_prefix="ckpt-rpc")
         self._leave = threading.Event()
         self._scanner = threading.Thread(target=self._scan_loop, name="ckpt-scan", daemon=True)
@@ -101,7 +133,9 @@ class App:
         self._health.serving()
         if self._settings.peer_listen is not None:
             target = advertised(self._settings, listen[-1])
-            self._peer_file = write_peer_file(self._staging, target=target, domain=self._settings.domain)
+            self._peers.me, self._peer_file = write_peer_file(
+                self._staging, target=target, domain=self._settings.domain
+            )
         self._server_file = write_server_file(
             self._staging, version=__version__, listen=listen, metrics=metrics
         )
@@ -144,7 +178,11 @@ class App:
         self._table.close()
         deadline = self._clock.monotonic() + self._settings.stop_grace_s
         ends = [server.stop(grace=1.0) for server in self._servers]
-        ended = self._runs.close(deadline)
+        for queues in (self._replicator, self._keeper):
+            queues.close(self._clock.monotonic())  # nothing new begins; what is on its way is cut off next
+        self._peers.close()
+        closed = [self._runs.close(deadline), self._replicator.close(deadline), self._keeper.close(deadline)]
+        ended = all(closed)
         for end in ends:
             end.wait(5.0)
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -170,6 +208,15 @@ class App:
             liveness=self._liveness,
             clock=self._clock,
             version=__version__,
+            replicator=self._replicator,
+        )
+        replica = ReplicaService(
+            replicas=self._replicas,
+            peers=self._peers,
+            quota_nbytes=self._settings.replica_quota_nbytes,
+            own_step_nbytes=self._largest_step_nbytes,
+            make_room=self._keeper.make_room,
+            on_greet=self._keeper.greeted,
         )
         restore = RestoreService(staging=self._staging, checkpoints=checkpoints)
         catalog = CatalogService(staging=self._staging, runs=self._runs, checkpoints=checkpoints)
@@ -181,7 +228,8 @@ class App:
             catalog_pb2_grpc.add_CatalogServicer_to_server(catalog, server)  # type: ignore[no-untyped-call]
             restore_pb2_grpc.add_RestoreServicer_to_server(restore, server)  # type: ignore[no-untyped-call]
             peer_pb2_grpc.add_PeerServicer_to_server(peer, server)  # type: ignore[no-untyped-call]
-            server.add_generic_rpc_handlers((bulk_handlers(staging, restore, peer),))
+            replica_pb2_grpc.add_ReplicaServicer_to_server(replica, server)  # type: ignore[no-untyped-call]
+            server.add_generic_rpc_handlers((bulk_handlers(staging, restore, peer, replica),))
             self._health.add_to(server)
             servers.append(server)
         return servers
@@ -198,7 +246,24 @@ class App:
             raise UnavailableError("cannot bind the socket", code="bind", path=path) from error
         finally:
             os.umask(before)
-        return [self._bind_tcp(remote, address) for address in self._settings.tcp if remote is not None]
+        if remote is None:
+            return []
+        bound = [self._bind_tcp(remote, address) for address in self._settings.listen]
+        return [*bound, self._bind_for_peers(remote)] if self._settings.peer_listen else bound
+
+    def _bind_for_peers(self, server: grpc.Server) -> str:
+        """Where any port will do, the one from before: others know it, and need not notice a restart."""
+        address = self._settings.peer_listen or ""
+        host, _, port = address.rpartition(":")
+        remembered = self._staging.path / "peer.port"
+        with contextlib.suppress(OSError, ValueError, UnavailableError):
+            if port == "0":
+                return self._bind_tcp(server, f"{host}:{int(remembered.read_text())}")
+        bound = self._bind_tcp(server, address)
+        if port == "0":
+            with os_errors("the port for peers cannot be remembered", path=remembered):
+                write_durably(remembered, bound.rpartition(":")[2].encode())
+        return bound
 
     def _bind_tcp(self, server: grpc.Server, address: str) -> str:
         settings = self._settings
@@ -220,6 +285,8 @@ class App:
                 for run in self._runs.all():
                     self._pipeline.retain(run, remote=False)
             self._scans += 1
+            self._replicator.scan()
+            self._keeper.scan()
         except CkptError as error:
             event(_log, logging.WARNING, "scan.failed", error=error)
 
@@ -237,10 +304,26 @@ class App:
         idle_s = self._activity.idle_s()
         if idle_s < self._settings.idle_exit_s or living(self._staging):
             return None
-        if not any(run.has_work for run in self._runs.all()):
+        if self._is_for_others(idle_s):
+            return None
+        if not any(run.has_work for run in self._runs.all()) and not self._keeper.has_work:
             return "idle"
         stuck_s = min(idle_s, self._clock.monotonic() - self._pipeline.progressed_at)
         return "stuck" if stuck_s > self._settings.linger_s else None
+
+    def _is_for_others(self, idle_s: float) -> bool:
+        """Embedded: whether to stay because other nodes may need what is here, or their steps need us."""
+        if self._keeper.has_uncommitted:
+            return idle_s <= self._settings.linger_s
+        if idle_s > self._settings.peer_linger_s:
+            return False
+        return self._keeper.is_needed() or any(
+            run.config.replication_factor > 1 and not self._staging.is_ended(run.key)
+            for run in self._runs.all()
+        )
+
+    def _largest_step_nbytes(self) -> int:
+        return max((sum(record.nbytes.values()) for record in self._table.records()), default=0)
 
 
 def advertised(settings: Settings, bound: str) -> str:

@@ -7,7 +7,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from ckpt.rpc.bulk import BULK_SERVICE
-from ckpt_proto.v1 import catalog_pb2, peer_pb2, restore_pb2, staging_pb2
+from ckpt_proto.v1 import catalog_pb2, peer_pb2, replica_pb2, restore_pb2, staging_pb2
 
 __all__ = ["Health"]
 
@@ -16,6 +16,7 @@ _SERVICES = (
     catalog_pb2.DESCRIPTOR.services_by_name["Catalog"].full_name,
     restore_pb2.DESCRIPTOR.services_by_name["Restore"].full_name,
     peer_pb2.DESCRIPTOR.services_by_name["Peer"].full_name,
+    replica_pb2.DESCRIPTOR.services_by_name["Replica"].full_name,
     BULK_SERVICE,
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import logging
 import threading
@@ -22,6 +23,8 @@ _log = get_logger("server.rpc")
 
 # Load balancers and orchestrators ask for health without credentials.
 _OPEN_SERVICE = "/grpc.health.v1.Health/"
+# Signs of life between nodes: two idle servers must not keep each other alive by them.
+_NO_ACTIVITY = "/ckpt.v1.Replica/Greet"
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Handler | None]"
@@ -90,27 +93,34 @@ class ErrorInterceptor(grpc.ServerInterceptor):
         wrap = self._wrap_stream if handler.response_streaming else self._wrap_unary
         return _rewrap(handler, lambda behaviour: wrap(method, behaviour))
 
+    @contextlib.contextmanager
+    def _counted(self, method: str) -> Iterator[None]:
+        if method == _NO_ACTIVITY:
+            yield
+            return
+        self._activity.enter()
+        try:
+            yield
+        finally:
+            self._activity.leave()
+
     def _wrap_unary(self, method: str, behaviour: Callable[..., Any]) -> Callable[..., Any]:
         def call(request: Any, context: grpc.ServicerContext) -> Any:
-            self._activity.enter()
-            try:
-                return behaviour(request, context)
-            except Exception as error:  # noqa: BLE001 - RPC border: mapped, logged, sent to the caller
-                _abort(context, method, error)
-            finally:
-                self._activity.leave()
+            with self._counted(method):
+                try:
+                    return behaviour(request, context)
+                except Exception as error:  # noqa: BLE001 - RPC border: mapped, logged, sent to the caller
+                    _abort(context, method, error)
 
         return call
 
     def _wrap_stream(self, method: str, behaviour: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
         def call(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-            self._activity.enter()
-            try:
-                yield from behaviour(request, context)
-            except Exception as error:  # noqa: BLE001 - RPC border: mapped, logged, sent to the caller
-                _abort(context, method, error)
-            finally:
-                self._activity.leave()
+            with self._counted(method):
+                try:
+                    yield from behaviour(request, context)
+                except Exception as error:  # noqa: BLE001 - RPC border: mapped, logged, sent to the caller
+                    _abort(context, method, error)
 
         return call
 

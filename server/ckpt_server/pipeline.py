@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable
 
 from ckpt.clock import Clock
-from ckpt.errors import CkptError, TimeoutExceededError
+from ckpt.errors import CkptError
 from ckpt.events import event, get_logger
 from ckpt.format.ids import MAX_ATTEMPT, CheckpointId
 from ckpt.ops.catalog import exists
@@ -21,6 +21,7 @@ from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import common_pb2, staging_pb2
 from ckpt_server import retention
 from ckpt_server.publisher import publish_group
+from ckpt_server.retried import Retried
 from ckpt_server.runs import Run
 from ckpt_server.settings import Settings
 from ckpt_server.steps import StepTable
@@ -31,8 +32,6 @@ __all__ = ["Pipeline"]
 _log = get_logger("server.pipeline")
 _Status = staging_pb2.StepStatus
 
-_RETRY_FIRST_S = 0.5
-_RETRY_MOST_S = 60.0
 # Rank 0's server commits at once; the others look whether it did, and do it themselves where not.
 _POLL_FIRST_S = 1.0
 _STAND_IN_FIRST_S = 5.0
@@ -40,44 +39,6 @@ _POLL_MOST_S = 60.0
 # Around every step's priority, which begins with its attempt.
 _FIRST = (0,)
 _LAST = (MAX_ATTEMPT + 1,)
-
-
-class _Retried:
-    """A job that is tried again after a hiccup and reports an error that stays."""
-
-    def __init__(
-        self,
-        work: Callable[[], float | None],
-        *,
-        waiting: Callable[[CkptError], None],
-        failed: Callable[[CkptError], None],
-    ) -> None:
-        self._work = work
-        self._waiting = waiting
-        self._failed = failed
-        self._failures = 0
-
-    def __call__(self) -> float | None:
-        try:
-            delay_s = self._work()
-        except CkptError as error:
-            return self._handle(error)
-        except Exception as error:  # noqa: BLE001 - thread border: logged and kept as the step's error
-            _log.exception("job.crashed")
-            self._failed(CkptError("the server failed in a way it should not", reason=repr(error)))
-            return None
-        self._failures = 0
-        return delay_s
-
-    def _handle(self, error: CkptError) -> float | None:
-        if not (error.retryable or isinstance(error, TimeoutExceededError)):
-            self._failed(error)
-            return None
-        self._failures += 1
-        delay_s = min(_RETRY_MOST_S, _RETRY_FIRST_S * 2.0 ** min(self._failures - 1, 16))
-        event(_log, logging.WARNING, "job.retry", error=error, failures=self._failures, delay_s=delay_s)
-        self._waiting(error)
-        return delay_s
 
 
 class Pipeline:
@@ -237,7 +198,7 @@ class Pipeline:
         if remote and run.config.keep_last > 0:
             run.control.add("retain-remote", self._retried(run, None, in_store), priority=_LAST)
 
-    def _retried(self, run: Run, ident: CheckpointId | None, work: Callable[[], float | None]) -> _Retried:
+    def _retried(self, run: Run, ident: CheckpointId | None, work: Callable[[], float | None]) -> Retried:
         def waiting(error: CkptError) -> None:
             if ident is not None:
                 self._table.update(run.key, ident, error=error)
@@ -247,7 +208,7 @@ class Pipeline:
             if ident is not None:
                 self._table.update(run.key, ident, state=_Status.STATE_FAILED, error=error)
 
-        return _Retried(work, waiting=waiting, failed=failed)
+        return Retried(work, waiting=waiting, failed=failed)
 
     def _progress(self) -> None:
         self.progressed_at = self._clock.monotonic()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.format.ids import CheckpointId
-from ckpt.ops.groups import put_encoded_layout, put_group_index
+from ckpt.format.keys import group_key
+from ckpt.format.manifest import group_header
+from ckpt.ops.groups import put_encoded_layout, put_group_index, read_group_header
 from ckpt.storage.base import Store
 from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import common_pb2, disk_pb2
@@ -30,8 +32,27 @@ def publish_group(
     segments = [_published_index(staging, run_key, ident, rank) for rank in sorted(group.ranks)]
     for layout_digest in sorted({segment.layout_digest for segment in segments}):
         put_encoded_layout(store, layout_digest, staging.layout(run_key, layout_digest))
-    put_group_index(store, segments)
+    if not _is_published(store, segments):
+        put_group_index(store, segments)
     return segments
+
+
+def _is_published(store: Store, segments: list[disk_pb2.SegmentIndex]) -> bool:
+    """Whether a group index of these very segments is there, with their objects packed in whatever way.
+
+    Another node may have published in our place while we were cut off, and a manifest depend on it (I6).
+    """
+    header = group_header(segments)
+    key = group_key(CheckpointId.from_proto(header.id), header.group.index, header.group.count)
+    try:
+        there = read_group_header(store, key).header
+    except (NotFoundError, CorruptError):
+        return False
+
+    def content(of: disk_pb2.GroupHeader) -> list[tuple[int, int, bytes, bytes]]:
+        return [(one.rank, one.nbytes, one.layout_digest, one.state_digest) for one in of.segments]
+
+    return there.group == header.group and content(there) == content(header)
 
 
 def _published_index(

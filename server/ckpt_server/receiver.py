@@ -1,6 +1,7 @@
 """Segments of clients that share no directory with this server: chunks in, the same sealed files out.
 
-Files while a segment is arriving, beside where it will be sealed:
+That is a rank whose trainer has no NVMe here, and the server of another node that keeps a replica here. Files
+while a segment is arriving, beside where it will be sealed:
 
     segment-00017.index.incoming        the client's index: what is expected; written first
     segment-00017.safetensors.incoming  full size, sparse; chunks are written at their places
@@ -24,14 +25,15 @@ from ckpt.format.envelope import Kind, open_message
 from ckpt.format.ids import CheckpointId
 from ckpt.storage.durable import fsync_dir, write_durably
 from ckpt.storage.staging import StagingDir, os_errors
-from ckpt_proto.v1 import disk_pb2, staging_pb2
+from ckpt_proto.v1 import disk_pb2
 from ckpt_server.uploader import Segment, check_chunk
 
-__all__ = ["Receiver"]
+__all__ = ["Receiver", "check_offer"]
 
 # Left free beside an arriving segment, bytes: markers and indexes of others must still fit.
 _HEADROOM_NBYTES = 64 * 1024 * 1024
 _SUFFIX = ".incoming"
+_MOST_CHUNK_NBYTES = 64 * 1024 * 1024
 
 
 class Receiver:
@@ -43,22 +45,27 @@ class Receiver:
         self._locks: dict[Segment, threading.Lock] = {}  # guarded by self._lock
         self._present: dict[Segment, set[int]] = {}  # guarded by the segment's lock
 
-    def offer(self, segment: Segment, request: staging_pb2.SealRequest) -> list[int]:
+    def offer(self, segment: Segment, sealed_index: bytes, layout: bytes) -> list[int]:
         """Take note of a segment that is to come, and return the chunks wanted, ascending.
 
         Durable before it returns: index and layout. An empty list means that the segment is sealed here.
+
+        Args:
+            segment: its name here.
+            sealed_index: the sealed index file, envelope included.
+            layout: the LayoutSet bytes.
 
         Raises:
             InvalidInputError: index or layout do not belong to the request or to each other.
             ConflictError: another segment is sealed, or arriving, under the same name.
             UnavailableError: code "no-space".
         """
-        index = _check_offer(segment, request)
-        self._staging.write_layout(segment.run_key, index.layout_digest, request.layout)
+        index = check_offer(segment, sealed_index, layout)
+        self._staging.write_layout(segment.run_key, index.layout_digest, layout)
         with self._holding(segment):
-            if self._is_sealed(segment, request.index):
+            if self._is_sealed(segment, sealed_index):
                 return []
-            self._note(segment, request.index)
+            self._note(segment, sealed_index)
             self._make_room(segment, index)
             return self._finish_if_complete(segment, index)
 
@@ -196,19 +203,24 @@ class Receiver:
             lock.release()
 
 
-def _check_offer(segment: Segment, request: staging_pb2.SealRequest) -> disk_pb2.SegmentIndex:
+def check_offer(segment: Segment, sealed_index: bytes, layout: bytes) -> disk_pb2.SegmentIndex:
+    """Return the index of an offered segment. Raises InvalidInputError where it does not fit the offer."""
     try:
-        index = open_message(Kind.SEGMENT_INDEX, request.index, disk_pb2.SegmentIndex(), where="request")
+        index = open_message(Kind.SEGMENT_INDEX, sealed_index, disk_pb2.SegmentIndex(), where="request")
     except CorruptError as error:
         raise InvalidInputError("the index is damaged or not an index", code=error.code) from error
     if index.rank != segment.rank or CheckpointId.from_proto(index.id) != segment.ident:
         raise InvalidInputError("the index belongs to another segment", rank=index.rank)
-    if digest(request.layout) != index.layout_digest:
+    if digest(layout) != index.layout_digest:
         raise InvalidInputError("the layout is not the one the index names", rank=index.rank)
     table = index.chunks
     expected = -(-index.nbytes // table.chunk_nbytes) if table.chunk_nbytes else -1
     if len(table.digests) != expected * DIGEST_NBYTES or table.codecs:
         raise InvalidInputError("the chunk table does not fit the segment", nbytes=index.nbytes)
+    if table.chunk_nbytes > _MOST_CHUNK_NBYTES:  # one is held in memory while it arrives
+        raise InvalidInputError(
+            "the chunks are too large", nbytes=table.chunk_nbytes, most=_MOST_CHUNK_NBYTES
+        )
     if keys.parse_local_index_name(keys.local_index_name(segment.rank)) != segment.rank:
         raise InvalidInputError("rank out of range", rank=segment.rank)
     return index

@@ -19,13 +19,24 @@ from ckpt_server.lending import Lending
 from ckpt_server.uploader import encoder_threads
 from ckpt_server.work import WorkQueue
 
-__all__ = ["Run", "Runs"]
+__all__ = ["Run", "Runs", "check_options"]
 
 _log = get_logger("server.runs")
 
 _SECRET_WORDS = ("secret", "token", "password", "account_key", "sas")
 
 StoreOpener = Callable[[str, Mapping[str, str] | None], Store]
+
+
+def check_options(options: Mapping[str, str]) -> None:
+    """Raise InvalidInputError where a secret is among store options, which are written to disk."""
+    for name in options:
+        if any(word in name.lower() for word in _SECRET_WORDS):
+            raise InvalidInputError(
+                "store options are written to disk: give secrets in the server's environment",
+                code="secret",
+                option=name,
+            )
 
 
 class Run:
@@ -141,13 +152,7 @@ class Runs:
                 value=config.compression,
                 allowed=COMPRESSION,
             )
-        for name in config.store_options:
-            if any(word in name.lower() for word in _SECRET_WORDS):
-                raise InvalidInputError(
-                    "store options are written to disk: give secrets in the server's environment",
-                    code="secret",
-                    option=name,
-                )
+        check_options(config.store_options)
         # Opening touches nothing; a store that is down must not keep a trainer from starting.
         self._opener(config.url, config.store_options).close()
         self._staging.write_run_config(key, config)

@@ -18,6 +18,7 @@ from ckpt_server.intake import Intake
 from ckpt_server.liveness import Liveness
 from ckpt_server.pipeline import Pipeline
 from ckpt_server.receiver import Receiver
+from ckpt_server.replicator import Replicator
 from ckpt_server.runs import Run, Runs
 from ckpt_server.settings import Settings
 from ckpt_server.steps import StepRecord, StepTable, oldest_pending_s
@@ -49,6 +50,7 @@ class StagingService(staging_pb2_grpc.StagingServicer):
         liveness: Liveness,
         clock: Clock,
         version: str,
+        replicator: Replicator,
     ) -> None:
         self._staging = staging
         self._settings = settings
@@ -59,6 +61,7 @@ class StagingService(staging_pb2_grpc.StagingServicer):
         self._liveness = liveness
         self._clock = clock
         self._version = version
+        self._replicator = replicator
         self._receiver = Receiver(staging)
         self._watchers = threading.BoundedSemaphore(MAX_WATCHERS)
 
@@ -84,7 +87,7 @@ class StagingService(staging_pb2_grpc.StagingServicer):
     ) -> staging_pb2.SealResponse:
         run, segment = self._segment(request.run_key, request.id, request.rank)
         if request.index:
-            wanted = self._receiver.offer(segment, request)
+            wanted = self._receiver.offer(segment, request.index, request.layout)
             return self._reply(run, segment, wanted)
         self._check_sealed(run, segment)
         return self._reply(run, segment, [])
@@ -110,6 +113,7 @@ class StagingService(staging_pb2_grpc.StagingServicer):
             embedded=self._settings.embedded,
             ranks=self._liveness.health(request.run_key),
             draining=self._table.closed,
+            replicated_bytes=self._replicator.sent_bytes,
         )
 
     def Heartbeat(
@@ -171,4 +175,5 @@ class StagingService(staging_pb2_grpc.StagingServicer):
         if wanted:
             return _Seal(result=_Seal.RESULT_NEED_CHUNKS, wanted_chunks=wanted)
         self._intake.examine(run, segment.ident, again=True)
+        self._replicator.look(run)
         return _Seal(result=_Seal.RESULT_ACCEPTED)

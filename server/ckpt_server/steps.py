@@ -39,6 +39,8 @@ class StepRecord:
         sealed_at: Unix seconds of the first seal.
         error: why it failed, or why it is waiting.
         warnings: oddities that did not stop the commit; known to the server that made it.
+        replicas: which other nodes hold each rank's segment.
+        replicas_wanted: how many should; 0: none.
     """
 
     run_key: str
@@ -53,6 +55,8 @@ class StepRecord:
     sealed_at: float = 0.0
     error: CkptError | None = None
     warnings: tuple[CkptError, ...] = ()
+    replicas: dict[int, frozenset[str]] = field(default_factory=dict)
+    replicas_wanted: int = 0
 
     @property
     def is_owed(self) -> bool:
@@ -86,6 +90,11 @@ class StepRecord:
             stored_bytes=sum(self.stored.get(rank, self.nbytes.get(rank, 0)) for rank in self.uploaded),
             error=error_to_info(self.error) if self.error is not None else None,
             warnings=[error_to_info(warning) for warning in self.warnings],
+            replicas=[
+                staging_pb2.SegmentReplicas(rank=rank, nodes=sorted(nodes))
+                for rank, nodes in sorted(self.replicas.items())
+            ],
+            replicas_wanted=self.replicas_wanted,
         )
 
 

@@ -23,7 +23,8 @@ from ckpt.storage.spares import spare_path
 from tests.support.faultproxy import FaultProxy
 from tests.support.s3 import Ministack
 from tests.support.sealing import make_world, seal
-from tests.support.server import Server, eventually, save
+from tests.support.server import Server, dead_pid, eventually, save
+from tests.support.tls import make_certificate
 
 ID = CheckpointId(10, 1)
 EMBEDDED = ("--embedded", "--idle-exit", "0.5")
@@ -79,15 +80,6 @@ def test_tcp_wants_tls_and_the_right_token(tmp_path: Path) -> None:
             stub = health_pb2_grpc.HealthStub(channel)
             reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
             assert reply.status == health_pb2.HealthCheckResponse.SERVING
-
-
-def make_certificate(folder: Path) -> tuple[Path, Path]:
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
-    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
-    files = ["-keyout", str(key), "-out", str(cert)]
-    subprocess.run([*command.split(), *names, *files], check=True, capture_output=True)
-    return cert, key
 
 
 def test_health_and_reflection_answer(server: Server) -> None:
@@ -173,13 +165,6 @@ def server_process(server: Server) -> subprocess.Popen[bytes]:
 def stop(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait(10)
-
-
-def dead_pid() -> int:
-    """The number of a process that has ended."""
-    process = subprocess.Popen(["true"])
-    process.wait(10)
-    return process.pid
 
 
 def test_term_ends_a_server_with_open_watches_soon(server: Server) -> None:

@@ -19,7 +19,7 @@ from ckpt_proto.v1 import staging_pb2
 from tests.support.s3 import start_process, stop_process
 from tests.support.sealing import World, seal
 
-__all__ = ["Server", "State", "eventually", "save"]
+__all__ = ["Server", "State", "dead_pid", "eventually", "save"]
 
 State = staging_pb2.StepStatus
 
@@ -30,6 +30,13 @@ def eventually(condition: Callable[[], object], *, timeout_s: float = 20.0, what
     while not condition():
         assert time.monotonic() < deadline, f"not in {timeout_s} s: {what}"
         time.sleep(0.02)
+
+
+def dead_pid() -> int:
+    """The number of a process that has ended."""
+    process = subprocess.Popen(["true"])
+    process.wait(10)
+    return process.pid
 
 
 class Server:
@@ -68,7 +75,7 @@ class Server:
         process = self.spawn()
 
         def ready() -> bool:
-            assert process.poll() is None, self.log()
+            assert process.poll() is None, f"exit code {process.poll()}\n{self.log()}"
             return self.info().get("pid") == process.pid
 
         eventually(ready, what="server is ready")

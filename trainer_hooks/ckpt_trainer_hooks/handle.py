@@ -1,4 +1,4 @@
-"""What a save gives back: three completions, each a durability boundary."""
+"""What a save gives back: completions, each a durability boundary."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ class SaveHandle:
         staging_completion: the state is copied; training may change it, and it survives the trainer's death.
         local_completion: sealed on NVMe; survives a reboot of the node.
         upload_completion: committed in object storage; survives the node. All ranks' parts are there.
+        peer_completion: as many other nodes as ``replication_factor`` says hold a replica of this rank's
+            part: it survives the node. Comes before or after the commit. None without replication.
         skipped: the save was not made, since the one before was still being written (``on_busy="skip"``).
     """
 
@@ -29,6 +31,7 @@ class SaveHandle:
     local_completion: Future[None] = field(default_factory=Future)
     upload_completion: Future[None] = field(default_factory=Future)
     skipped: bool = False
+    peer_completion: Future[None] | None = None
 
     @property
     def step(self) -> int:
@@ -36,8 +39,9 @@ class SaveHandle:
 
     def fail(self, error: CkptError) -> None:
         """Fail every completion that is still open."""
-        for future in (self.staging_completion, self.local_completion, self.upload_completion):
-            if not future.done():
+        completions = (self.staging_completion, self.local_completion, self.upload_completion)
+        for future in (*completions, self.peer_completion):
+            if future is not None and not future.done():
                 with contextlib.suppress(InvalidStateError):  # another thread was faster
                     future.set_exception(error)
 
@@ -46,6 +50,12 @@ class SaveHandle:
         if not self.upload_completion.done():
             with contextlib.suppress(InvalidStateError):
                 self.upload_completion.set_exception(error)
+
+    def fail_peer(self, error: CkptError) -> None:
+        """Fail the completion of the replicas only, where there is one."""
+        if self.peer_completion is not None and not self.peer_completion.done():
+            with contextlib.suppress(InvalidStateError):
+                self.peer_completion.set_exception(error)
 
     def done(self) -> bool:
         """Return whether nothing more will happen, well or badly."""

@@ -224,6 +224,7 @@ class CheckpointManager(LoopMethods):
             starts_server=self._server is None,
             selftest=selftest_wanted(selftest),
             pulse=self._watch.pulse,
+            replicates=replication_factor > 1,
         )
         self._fence = OptimizerFence(self._state.stepping_optimizers, self._pipeline, self._watch.pulse)
         self._saver = Saver(
@@ -419,6 +420,7 @@ class CheckpointManager(LoopMethods):
             with contextlib.ExitStack() as stack:
                 stack.callback(self.close)
                 self.wait_until_finished(self._timeout_s)
+                self._note_end()
         else:
             self.close()
 
@@ -472,6 +474,12 @@ class CheckpointManager(LoopMethods):
             is_host=self._session.hosts_server,
             access=PeerAccess.from_environment(),
         )
+
+    def _note_end(self) -> None:
+        """Everything is committed and nobody will come back: the servers need not stay for other nodes."""
+        session = self._session
+        if session is not None and session.hosts_server and self._config.replication_factor > 1:
+            self._staging.mark_ended(run_key(self._config.url))
 
     def _start_server(self) -> None:
         if self._server is None:

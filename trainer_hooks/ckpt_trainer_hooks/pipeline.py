@@ -31,6 +31,7 @@ from ckpt_trainer_hooks.state import FlatState, TrainState
 __all__ = ["Origin", "SavePipeline"]
 
 _log = get_logger("save")
+_MOST_UNREPLICATED = 16
 _TAIL_SLACK = 1 << 20  # room for values that grow from save to save, so that the arena need not
 
 
@@ -60,6 +61,7 @@ class SavePipeline:
         starts_server: the flusher starts an embedded server whenever none answers.
         selftest: read every sealed segment back; see ckpt_trainer_hooks.selftest.
         pulse: shown to the flusher.
+        replicates: other nodes are to hold replicas; handles tell when they do.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class SavePipeline:
         starts_server: bool,
         selftest: bool = False,
         pulse: Pulse | None = None,
+        replicates: bool = False,
     ) -> None:
         self._state = state
         self._rank = rank
@@ -88,6 +91,9 @@ class SavePipeline:
         self._selftest = SelfTest(staging, run_key, rank, self._fail) if selftest else None
         self._lock = threading.Lock()
         self._handles: dict[int, SaveHandle] = {}  # guarded by self._lock; by sequence
+        # Committed saves whose replicas are still under way, the last few; guarded by self._lock.
+        self._unreplicated: dict[int, SaveHandle] = {}
+        self._replicates = replicates
         self._problems: list[CkptError] = []  # guarded by self._lock
         self._flusher_alive = True  # guarded by self._lock
         self._sequence = 0
@@ -153,7 +159,7 @@ class SavePipeline:
             audit = Audit(plan, flat.leaves, self._rank, audit_shift)
             index += audit.placeholder()
         binding = self._bind(plan, len(index))
-        handle = SaveHandle(ident)
+        handle = SaveHandle(ident, peer_completion=Future() if self._replicates else None)
         self._sequence += 1
         flush = self._write_tail(binding, index, ident)
         with self._lock:
@@ -224,13 +230,14 @@ class SavePipeline:
         if self._selftest is not None:
             self._selftest.close()
         for handle in self.pending():  # nobody will hear of their commit; whoever waits must not hang
-            handle.fail_upload(
-                UnavailableError(
-                    "the manager was closed before the commit was known; the staging server goes on with it",
-                    code="closed",
-                    step=handle.step,
-                )
+            closed = UnavailableError(
+                "the manager was closed before the commit was known; the staging server goes on with it",
+                code="closed",
+                step=handle.step,
             )
+            handle.fail_upload(closed)
+            handle.fail_peer(closed)
+        self._give_up_replicas(keep=0)
         self._binding = None
         arenas = [self._arena] if self._arena is not None else []
         if self._prefault is not None and self._prefault.exception() is None:
@@ -351,7 +358,9 @@ class SavePipeline:
         state = flusher_pb2.FlusherEvent
         with self._lock:
             handle = self._handles.get(message.sequence)
-        if message.state in (state.STATE_SEALED, state.STATE_COMMITTED) and handle is not None:
+        if message.state == state.STATE_REPLICATED:
+            self._replicated(message.sequence)
+        elif message.state in (state.STATE_SEALED, state.STATE_COMMITTED) and handle is not None:
             is_committed = message.state == state.STATE_COMMITTED
             if self._selftest is None:
                 self._reached(message.sequence, handle, is_committed=is_committed)
@@ -374,6 +383,24 @@ class SavePipeline:
             handle.settle(handle.upload_completion)
             with self._lock:
                 self._handles.pop(sequence, None)
+                if handle.peer_completion is not None and not handle.peer_completion.done():
+                    self._unreplicated[sequence] = handle
+            self._give_up_replicas(keep=_MOST_UNREPLICATED)
+
+    def _replicated(self, sequence: int) -> None:
+        with self._lock:
+            handle = self._handles.get(sequence) or self._unreplicated.pop(sequence, None)
+        if handle is not None and handle.peer_completion is not None:
+            handle.settle(handle.peer_completion)
+
+    def _give_up_replicas(self, *, keep: int) -> None:
+        """Fail what nobody will hear of any more; whoever waits must not hang. The server goes on with it."""
+        with self._lock:
+            late = list(self._unreplicated)
+            gone = [self._unreplicated.pop(sequence) for sequence in late[: max(0, len(late) - keep)]]
+        for handle in gone:
+            reason = UnavailableError("it is not known whether replicas were made", step=handle.step)
+            handle.fail_peer(reason)
 
     def _on_flusher_death(self, exit_code: int) -> None:
         with self._lock:

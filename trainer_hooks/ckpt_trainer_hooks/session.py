@@ -106,6 +106,7 @@ def agree_on_session(
     nodes = tuple(PeerNode.from_json(node) for node in agreement.gather("nodes", mine) if node is not None)
     if hosts_server:
         staging.write_run_config(run_key(config.url), replace(config, peers=nodes))
+        staging.clear_ended(run_key(config.url))
     peers = tuple(rank for rank, other in enumerate(told) if other["names"] == names_digest)
     return Session(group=group, peers=peers, hosts_server=hosts_server, nodes=nodes)
 

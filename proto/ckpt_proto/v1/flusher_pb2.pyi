@@ -59,11 +59,13 @@ class FlusherEvent(_message.Message):
         STATE_COMMITTED: _ClassVar[FlusherEvent.State]
         STATE_FAILED: _ClassVar[FlusherEvent.State]
         STATE_WARNING: _ClassVar[FlusherEvent.State]
+        STATE_REPLICATED: _ClassVar[FlusherEvent.State]
     STATE_UNSPECIFIED: FlusherEvent.State
     STATE_SEALED: FlusherEvent.State
     STATE_COMMITTED: FlusherEvent.State
     STATE_FAILED: FlusherEvent.State
     STATE_WARNING: FlusherEvent.State
+    STATE_REPLICATED: FlusherEvent.State
     STATE_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]

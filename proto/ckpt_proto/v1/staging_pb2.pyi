@@ -109,20 +109,22 @@ class StatusRequest(_message.Message):
     def __init__(self, run_key: _Optional[str] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("steps", "server_version", "oldest_pending_s", "embedded", "ranks", "draining")
+    __slots__ = ("steps", "server_version", "oldest_pending_s", "embedded", "ranks", "draining", "replicated_bytes")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     OLDEST_PENDING_S_FIELD_NUMBER: _ClassVar[int]
     EMBEDDED_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    REPLICATED_BYTES_FIELD_NUMBER: _ClassVar[int]
     steps: _containers.RepeatedCompositeFieldContainer[StepStatus]
     server_version: str
     oldest_pending_s: float
     embedded: bool
     ranks: _containers.RepeatedCompositeFieldContainer[RankHealth]
     draining: bool
-    def __init__(self, steps: _Optional[_Iterable[_Union[StepStatus, _Mapping]]] = ..., server_version: _Optional[str] = ..., oldest_pending_s: _Optional[float] = ..., embedded: bool = ..., ranks: _Optional[_Iterable[_Union[RankHealth, _Mapping]]] = ..., draining: bool = ...) -> None: ...
+    replicated_bytes: int
+    def __init__(self, steps: _Optional[_Iterable[_Union[StepStatus, _Mapping]]] = ..., server_version: _Optional[str] = ..., oldest_pending_s: _Optional[float] = ..., embedded: bool = ..., ranks: _Optional[_Iterable[_Union[RankHealth, _Mapping]]] = ..., draining: bool = ..., replicated_bytes: _Optional[int] = ...) -> None: ...
 
 class RankPulse(_message.Message):
     __slots__ = ("run_key", "attempt", "rank", "world_size", "cohort", "step", "phase", "still_s", "step_s", "phase_s", "busy_s", "collectives", "waits", "computes", "is_stopped", "where", "kernel", "stacks", "ended", "pid", "node")
@@ -220,7 +222,7 @@ class RankHealth(_message.Message):
     def __init__(self, pulse: _Optional[_Union[RankPulse, _Mapping]] = ..., age_s: _Optional[float] = ..., state: _Optional[_Union[RankHealth.State, str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class StepStatus(_message.Message):
-    __slots__ = ("run_key", "id", "state", "sealed_ranks", "group", "uploaded_bytes", "total_bytes", "error", "url", "warnings", "stored_bytes")
+    __slots__ = ("run_key", "id", "state", "sealed_ranks", "group", "uploaded_bytes", "total_bytes", "error", "url", "warnings", "stored_bytes", "replicas", "replicas_wanted")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[StepStatus.State]
@@ -248,6 +250,8 @@ class StepStatus(_message.Message):
     URL_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
     STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_WANTED_FIELD_NUMBER: _ClassVar[int]
     run_key: str
     id: _common_pb2.CheckpointId
     state: StepStatus.State
@@ -259,4 +263,14 @@ class StepStatus(_message.Message):
     url: str
     warnings: _containers.RepeatedCompositeFieldContainer[_common_pb2.ErrorInfo]
     stored_bytes: int
-    def __init__(self, run_key: _Optional[str] = ..., id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., state: _Optional[_Union[StepStatus.State, str]] = ..., sealed_ranks: _Optional[_Iterable[int]] = ..., group: _Optional[_Union[_common_pb2.NodeGroup, _Mapping]] = ..., uploaded_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.ErrorInfo, _Mapping]] = ..., url: _Optional[str] = ..., warnings: _Optional[_Iterable[_Union[_common_pb2.ErrorInfo, _Mapping]]] = ..., stored_bytes: _Optional[int] = ...) -> None: ...
+    replicas: _containers.RepeatedCompositeFieldContainer[SegmentReplicas]
+    replicas_wanted: int
+    def __init__(self, run_key: _Optional[str] = ..., id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., state: _Optional[_Union[StepStatus.State, str]] = ..., sealed_ranks: _Optional[_Iterable[int]] = ..., group: _Optional[_Union[_common_pb2.NodeGroup, _Mapping]] = ..., uploaded_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.ErrorInfo, _Mapping]] = ..., url: _Optional[str] = ..., warnings: _Optional[_Iterable[_Union[_common_pb2.ErrorInfo, _Mapping]]] = ..., stored_bytes: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[SegmentReplicas, _Mapping]]] = ..., replicas_wanted: _Optional[int] = ...) -> None: ...
+
+class SegmentReplicas(_message.Message):
+    __slots__ = ("rank", "nodes")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    nodes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, rank: _Optional[int] = ..., nodes: _Optional[_Iterable[str]] = ...) -> None: ...
