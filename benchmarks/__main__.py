@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--mib", type=int, help="size of the state")
     parser.add_argument("--repeats", type=int, help="rounds")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="compute threads")
+    parser.add_argument("--seconds", type=float, help="begin no round of a benchmark after so long")
     parser.add_argument("--add", action="store_true", help="add the repeats to those in the results folder")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where JSON and plots go")
     return parser
@@ -83,6 +84,7 @@ def _options(settings: argparse.Namespace, place: str) -> Options:
         mib=settings.mib,
         repeat=settings.repeats,
         threads=settings.threads,
+        seconds=settings.seconds,
     )
 
 

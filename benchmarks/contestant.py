@@ -187,14 +187,17 @@ def rounds(
     arguments: Callable[[Contestant, int], dict[str, Any]] = lambda each, number: {},
     *,
     seed: int = 0,
+    time_is_up: Callable[[], bool] = lambda: False,
 ) -> dict[str, list[Turn]]:
     """Play ``count`` rounds, each in a new random order; return the turns of each title, round by round.
 
-    One that fails is out; the report names the reason.
+    One that fails is out; the report names the reason. When the time is up, no round but the first begins.
     """
     order = random.Random(seed)
     turns: dict[str, list[Turn]] = {each.title: [] for each in running}
     for number in range(count):
+        if number and time_is_up():
+            break
         for each in order.sample(running, len(running)):
             try:
                 turns[each.title].append(each.play(turn, **arguments(each, number)))

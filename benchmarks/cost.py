@@ -50,7 +50,14 @@ def run(options: Options) -> Report:
             if Copy.title not in {each.title for each in running}:
                 return report
             rounds(running, report, 1, window, lambda each, number: {"steps": 1})  # first saves are slower
-            turns = rounds(running, report, count, window, lambda each, number: {"steps": steps})
+            turns = rounds(
+                running,
+                report,
+                count,
+                window,
+                lambda each, number: {"steps": steps},
+                time_is_up=options.time_is_up,
+            )
     _tabulate(report, turns)
     return report
 

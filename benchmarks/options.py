@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 __all__ = ["TMPFS", "Options"]
@@ -26,6 +27,7 @@ class Options:
         mib: size of the state, instead of the benchmark's own.
         repeat: repeats, instead of the benchmark's own.
         threads: compute threads of the training.
+        seconds: no new round begins after so long; None: as many as were asked for.
     """
 
     quick: bool = False
@@ -35,6 +37,12 @@ class Options:
     mib: int | None = None
     repeat: int | None = None
     threads: int = os.cpu_count() or 1
+    seconds: float | None = None
+    began_at: float = field(default_factory=time.monotonic)
+
+    def time_is_up(self) -> bool:
+        """Return whether no further round may begin."""
+        return self.seconds is not None and time.monotonic() - self.began_at > self.seconds
 
     def name(self, benchmark: str) -> str:
         """Return the name of the benchmark's report in this place."""

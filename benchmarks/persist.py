@@ -39,7 +39,7 @@ def run(options: Options) -> Report:
                 limits.play(number)
                 return {}
 
-            turns = rounds(running, report, count, save_idle, with_limits)
+            turns = rounds(running, report, count, save_idle, with_limits, time_is_up=options.time_is_up)
     _tabulate(report, limits, turns, nbytes)
     return report
 

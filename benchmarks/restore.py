@@ -63,6 +63,8 @@ def run(options: Options) -> Report:
             rounds(running, report, 1, load, lambda each, number: {"cold": False})
             turns: dict[str, dict[str, list[Turn]]] = {each: {} for each in temperatures}
             for number in range(count):
+                if number and options.time_is_up():
+                    break
                 for temperature in temperatures:
                     cold = temperature == "cold"
                     readers.play(cold=cold)

@@ -40,8 +40,13 @@ def run(options: Options) -> Report:
             folder = root / f"start-{start}"
             with contestants(titles, folder, known, nbytes=nbytes, threads=options.threads) as running:
                 for found, count in ((first_turns, 1), (later_turns, later)):
-                    for title, turns in rounds(running, report, count, one_save, seed=start).items():
-                        found.setdefault(title, []).extend(turns)
+                    turns = rounds(
+                        running, report, count, one_save, seed=start, time_is_up=options.time_is_up
+                    )
+                    for title, played in turns.items():
+                        found.setdefault(title, []).extend(played)
+            if options.time_is_up():
+                break
     _tabulate(report, first_turns, later_turns)
     return report
 

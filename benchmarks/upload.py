@@ -60,6 +60,8 @@ def run(options: Options) -> Report:
         ) as running:
             rounds(running, report, 1, upload_one)
             for number in range(count):
+                if number and options.time_is_up():
+                    break
                 for source in _SOURCES:
                     raw[source].append(client.send(source))
                 found = rounds(running, report, 1, upload_one, seed=number)
