@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import document
 from benchmarks.__main__ import BENCHMARKS
-from benchmarks.accounting import Meter, PeakMemory, tree_cpu_s
+from benchmarks.accounting import Cost, Meter, PeakMemory, tree_cpu_s
+from benchmarks.contestant import ContestantError, Turn, rounds
 from benchmarks.gpu import GpuTraining, OurSaver, config_for, main, measure
 from benchmarks.limits import RawFile
 from benchmarks.options import Options
@@ -187,3 +189,40 @@ def test_gpu_measurement_runs_with_our_saver_on_the_cpu(
         "ckpt, overlapped: later saves block",
         "ckpt, overlapped: stall and slow-down until done",
     ]
+
+
+class _Player:
+    """Stands for a contestant's process: what ``rounds`` sees of it."""
+
+    def __init__(self, title: str, fails_at: int | None = None) -> None:
+        self.title = title
+        self._fails_at = fails_at
+        self.played = 0
+
+    def play(self, turn: object, **arguments: object) -> Turn:
+        self.played += 1
+        if self.played == self._fails_at:
+            raise ContestantError("broke")
+        return Turn(self.played, Cost(0.0, 0.0, 0.0))
+
+    def close(self) -> None:
+        pass
+
+
+def test_who_fails_is_out_and_named_and_the_others_play_on() -> None:
+    good, bad = _Player("good"), _Player("bad", fails_at=2)
+    report = Report("r", "c")
+    running: Any = [good, bad]
+    turns = rounds(running, report, 3, len)
+    assert [turn.value for turn in turns["good"]] == [1, 2, 3]
+    assert "bad" not in turns
+    assert running == [good]
+    assert [(row.what, row.absent) for row in report.rows] == [("bad", "failed: broke")]
+
+
+def test_when_the_time_is_up_one_round_is_played_and_no_more() -> None:
+    options = Options(seconds=0.0, began_at=0.0)
+    player: Any = _Player("good")
+    turns = rounds([player], Report("r", "c"), 3, len, time_is_up=options.time_is_up)
+    assert len(turns["good"]) == 1
+    assert not Options().time_is_up()
