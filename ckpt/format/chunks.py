@@ -8,11 +8,20 @@ from dataclasses import dataclass
 from ckpt.digest import DIGEST_NBYTES
 from ckpt.errors import CorruptError
 from ckpt.format.keys import require_below
+from ckpt.format.limits import MAX_CHUNK_NBYTES
 from ckpt.format.segment import chunk_count, chunk_range
 from ckpt_proto.v1 import disk_pb2
 
-__all__ = ["StoredChunk", "chunk_table", "object_extents", "stored_chunk", "stored_chunks"]
+__all__ = [
+    "StoredChunk",
+    "check_chunk_table",
+    "chunk_table",
+    "object_extents",
+    "stored_chunk",
+    "stored_chunks",
+]
 
+CHUNK_ALIGN = 16  # a chunk size is a multiple: no element of any type straddles two chunks
 _OFFSET_MOST = (1 << 62) - 1  # an end computed from it still fits in the 63 bits that stores take
 
 
@@ -35,6 +44,18 @@ class StoredChunk:
     raw_nbytes: int
     codec: int
     digest: bytes
+
+
+def check_chunk_table(index: disk_pb2.SegmentIndex) -> None:
+    """Raise CorruptError, code "chunk-table", unless the table has a digest for every chunk.
+
+    After that the number of chunks is bounded by the size of the document.
+    """
+    table = index.chunks
+    size = table.chunk_nbytes
+    is_sound = 0 < size <= MAX_CHUNK_NBYTES and size % CHUNK_ALIGN == 0
+    if not is_sound or len(table.digests) != chunk_count(index.nbytes, size) * DIGEST_NBYTES:
+        raise CorruptError("chunk table is malformed", code="chunk-table", rank=index.rank, chunk_nbytes=size)
 
 
 def stored_chunk(index: disk_pb2.SegmentIndex, number: int) -> StoredChunk:

@@ -21,7 +21,7 @@ from ckpt import dtypes
 from ckpt.digest import DIGEST_NBYTES, Buffer, digest
 from ckpt.errors import CkptError, CorruptError, InvalidInputError, NotFoundError
 from ckpt.events import event, get_logger
-from ckpt.format.chunks import stored_chunk
+from ckpt.format.chunks import check_chunk_table, stored_chunk
 from ckpt.format.codec import decode_chunk
 from ckpt.format.segment import chunk_range
 from ckpt.geometry import Box, Region
@@ -189,6 +189,7 @@ def _plan_segment(
     checkpoint: Checkpoint, rank: int, pieces: Sequence[PieceRead], tiers: Sequence[Tier]
 ) -> tuple[_Segment, dict[int, list[ChunkCopy]]]:
     segment = _Segment(checkpoint, rank, tiers)
+    check_chunk_table(segment.index)
     entries = {entry.name: entry for entry in segment.index.tensors}
     return segment, plan_chunks(entries, pieces, segment.index.chunks.chunk_nbytes, segment.index.nbytes)
 

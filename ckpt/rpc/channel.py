@@ -7,6 +7,7 @@ A target is ``unix:/path/of/server.sock`` (no credentials: the socket's mode is 
 from __future__ import annotations
 
 import ipaddress
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from ckpt.rpc.status import error_from_rpc
 __all__ = [
     "CHANNEL_OPTIONS",
     "MAX_MESSAGE_NBYTES",
+    "MAX_REQUEST_NBYTES",
     "Connection",
     "is_loopback",
     "open_channel",
@@ -26,8 +28,11 @@ __all__ = [
 
 T = TypeVar("T")
 
-# A segment index or a layout set of 200,000 tensors is over gRPC's default of 4 MiB.
+# A reply with the indexes of several ranks of 200,000 tensors each is far over gRPC's default of 4 MiB.
 MAX_MESSAGE_NBYTES = 256 * 1024 * 1024
+# What a server takes. The largest request is Seal of a rank whose server cannot see its directory: index and
+# layout set of 200,000 tensors (about 80 bytes each in both, 32 MB), and as much again of plain state.
+MAX_REQUEST_NBYTES = 64 * 1024 * 1024
 
 CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_NBYTES),
@@ -59,7 +64,8 @@ def open_channel(target: str, *, token: str | None = None, ca: Path | None = Non
     Args:
         target: ``unix:/path`` or ``host:port``.
         token: sent with every call. Refused for a plain-text connection to another machine.
-        ca: PEM file of the authority that signed the server's certificate; turns TLS on.
+        ca: PEM file of the authority that signed the server's certificate; turns TLS on. To servers that ask
+            for one, the certificate that ``CKPT_CLIENT_CERT`` and ``CKPT_CLIENT_KEY`` name is shown.
 
     Raises:
         InvalidInputError: malformed target, unreadable ``ca``, or a token that would travel in the clear.
@@ -81,7 +87,24 @@ def open_channel(target: str, *, token: str | None = None, ca: Path | None = Non
         roots = ca.read_bytes()
     except OSError as error:
         raise InvalidInputError("cannot read the CA file", code="ca", path=ca) from error
-    return grpc.secure_channel(target, grpc.ssl_channel_credentials(roots), options=CHANNEL_OPTIONS)
+    cert, key = _own_certificate()
+    return grpc.secure_channel(
+        target, grpc.ssl_channel_credentials(roots, key, cert), options=CHANNEL_OPTIONS
+    )
+
+
+def _own_certificate() -> tuple[bytes | None, bytes | None]:
+    """Certificate and key that this process shows to servers that ask: CKPT_CLIENT_CERT, CKPT_CLIENT_KEY."""
+    paths = [os.environ.get(name) for name in ("CKPT_CLIENT_CERT", "CKPT_CLIENT_KEY")]
+    if not any(paths):
+        return None, None
+    if not all(paths):
+        raise InvalidInputError("CKPT_CLIENT_CERT and CKPT_CLIENT_KEY go together", code="tls")
+    try:
+        cert, key = (Path(path or "").read_bytes() for path in paths)
+    except OSError as error:
+        raise InvalidInputError("cannot read the client's TLS files", code="tls", paths=paths) from error
+    return cert, key
 
 
 class Connection:

@@ -54,6 +54,14 @@ STATUS_CODES: Mapping[type[CkptError], grpc.StatusCode] = MappingProxyType(
     }
 )
 
+# Refusals of the caller, not of the call.
+_BY_CODE: Mapping[str, grpc.StatusCode] = MappingProxyType(
+    {
+        "unauthenticated": grpc.StatusCode.UNAUTHENTICATED,
+        "permission-denied": grpc.StatusCode.PERMISSION_DENIED,
+    }
+)
+
 # Statuses that no CkptError of ours produced: gRPC itself, a proxy or another program did.
 _FOREIGN: Mapping[grpc.StatusCode, tuple[type[CkptError], str]] = MappingProxyType(
     {
@@ -77,6 +85,8 @@ _FOREIGN: Mapping[grpc.StatusCode, tuple[type[CkptError], str]] = MappingProxyTy
 
 def status_code(error: CkptError) -> grpc.StatusCode:
     """Return the canonical status of ``error``: that of the nearest class in the table."""
+    if isinstance(error, RefusedError) and error.code in _BY_CODE:
+        return _BY_CODE[error.code]
     for cls in type(error).__mro__:
         if cls in STATUS_CODES:
             return STATUS_CODES[cls]

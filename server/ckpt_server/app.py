@@ -16,7 +16,7 @@ from ckpt import __version__
 from ckpt.clock import Clock, SystemClock
 from ckpt.errors import CkptError, UnavailableError
 from ckpt.events import event, get_logger
-from ckpt.rpc.channel import MAX_MESSAGE_NBYTES
+from ckpt.rpc.channel import MAX_MESSAGE_NBYTES, MAX_REQUEST_NBYTES
 from ckpt.storage.durable import write_durably
 from ckpt.storage.peerfile import write_peer_file
 from ckpt.storage.spares import drop_spares
@@ -28,13 +28,15 @@ from ckpt_proto.v1 import (
     restore_pb2_grpc,
     staging_pb2_grpc,
 )
+from ckpt_server.access import AccessInterceptor
 from ckpt_server.adopter import Adopter
 from ckpt_server.bulk_service import bulk_handlers
 from ckpt_server.catalog_service import CatalogService
 from ckpt_server.checkpoints import Checkpoints
+from ckpt_server.guard import StallGuard
 from ckpt_server.health import Health
 from ckpt_server.intake import Intake
-from ckpt_server.interceptors import Activity, AuthInterceptor, ErrorInterceptor
+from ckpt_server.interceptors import Activity, ErrorInterceptor
 from ckpt_server.keeper import ReplicaKeeper
 from ckpt_server.liveness import MAX_HEARTS, Liveness
 from ckpt_server.lock import write_server_file
@@ -51,6 +53,8 @@ from ckpt_server.runs import Runs
 from ckpt_server.settings import Settings
 from ckpt_server.staging_service import MAX_WATCHERS, StagingService
 from ckpt_server.steps import StepTable
+from ckpt_server.tls import server_credentials
+from ckpt_server.tokens import Tokens
 from ckpt_server.trainers import living
 
 __all__ = ["App", "advertised"]
@@ -60,9 +64,16 @@ _log = get_logger("server.app")
 _SCANS_PER_RETAIN = 10
 _LOOK_S = 0.5
 _RPC_THREADS = MAX_WATCHERS + MAX_HEARTS + 32
+# Calls at once per listener; more are told so at once instead of waiting in memory.
+_MAX_CALLS = 2 * _RPC_THREADS
 _OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_NBYTES),
+    ("grpc.max_receive_message_length", MAX_REQUEST_NBYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_NBYTES),
+    # Per connection; a client waits for a place, others are not held up.
+    ("grpc.max_concurrent_streams", 64),
+    # Connections that never say anything.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_allowed_incoming_connections", 1024),
     # Two servers on one port would each get half of the calls.
     ("grpc.so_reuseport", 0),
     # A client whose machine vanished must not hold its stream's segment for long.
@@ -111,7 +122,11 @@ class App:
             settings,
             self._clock,
         )
-        self._pool = ThreadPoolExecutor(_RPC_THREADS, thread_name_prefix="ckpt-rpc")
+        # Apart: whatever clients on the network do, the trainers of this node are served.
+        self._pools = [
+            ThreadPoolExecutor(_RPC_THREADS, thread_name_prefix=name) for name in ("ckpt-rpc", "ckpt-rpc-tcp")
+        ]
+        self._guard: StallGuard | None = None
         self._leave = threading.Event()
         self._scanner = threading.Thread(target=self._scan_loop, name="ckpt-scan", daemon=True)
         self._scans = 0  # only the scanning thread (and start, before it)
@@ -185,7 +200,10 @@ class App:
         ended = all(closed)
         for end in ends:
             end.wait(5.0)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in self._pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+        if self._guard is not None:
+            self._guard.close()
         self._metrics.stop()
         event(_log, logging.INFO, "server.stopped", clean=ended)
         return ended
@@ -194,9 +212,7 @@ class App:
         """One server for the unix socket and, where asked for, one for TCP that wants the token."""
         chains: list[list[grpc.ServerInterceptor]] = [[ErrorInterceptor(self._activity)]]
         if self._settings.tcp:
-            chains.append([ErrorInterceptor(self._activity)])
-            if self._settings.token:
-                chains[-1].append(AuthInterceptor(self._settings.token))
+            chains.append([ErrorInterceptor(self._activity), *self._gate()])
         checkpoints = Checkpoints(self._runs)
         staging = StagingService(
             staging=self._staging,
@@ -222,8 +238,10 @@ class App:
         catalog = CatalogService(staging=self._staging, runs=self._runs, checkpoints=checkpoints)
         peer = PeerService(staging=self._staging)
         servers = []
-        for interceptors in chains:
-            server = grpc.server(self._pool, interceptors=interceptors, options=_OPTIONS)
+        for pool, interceptors in zip(self._pools, chains, strict=False):
+            server = grpc.server(
+                pool, interceptors=interceptors, options=_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS
+            )
             staging_pb2_grpc.add_StagingServicer_to_server(staging, server)  # type: ignore[no-untyped-call]
             catalog_pb2_grpc.add_CatalogServicer_to_server(catalog, server)  # type: ignore[no-untyped-call]
             restore_pb2_grpc.add_RestoreServicer_to_server(restore, server)  # type: ignore[no-untyped-call]
@@ -233,6 +251,17 @@ class App:
             self._health.add_to(server)
             servers.append(server)
         return servers
+
+    def _gate(self) -> list[grpc.ServerInterceptor]:
+        """What stands before every call over TCP."""
+        settings = self._settings
+        self._guard = StallGuard(settings.client_stall_s, self._clock)
+        if settings.insecure:
+            return [self._guard]
+        tokens = None
+        if settings.token or settings.tokens_file:
+            tokens = Tokens(settings.token, settings.tokens_file, self._clock)
+        return [self._guard, AccessInterceptor(tokens, self._staging)]
 
     def _bind(self, local: grpc.Server, remote: grpc.Server | None = None) -> list[str]:
         """Bind the socket, private from its first moment, and the TCP addresses; return the latter."""
@@ -269,8 +298,8 @@ class App:
         settings = self._settings
         try:
             if settings.tls_cert is not None and settings.tls_key is not None:
-                pair = (settings.tls_key.read_bytes(), settings.tls_cert.read_bytes())
-                port = server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
+                found = server_credentials(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+                port = server.add_secure_port(address, found)
             else:
                 port = server.add_insecure_port(address)
         except (RuntimeError, OSError) as error:

@@ -1,9 +1,8 @@
-"""What happens around every call: authorisation, error mapping, and counting who is connected."""
+"""What happens around every call: error mapping, and counting who is connected."""
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -17,12 +16,10 @@ from ckpt.events import event, get_logger
 from ckpt.format.problem import error_to_info
 from ckpt.rpc.status import ERROR_METADATA_KEY, status_code
 
-__all__ = ["Activity", "AuthInterceptor", "ErrorInterceptor"]
+__all__ = ["Activity", "Continuation", "ErrorInterceptor", "Handler", "rewrap"]
 
 _log = get_logger("server.rpc")
 
-# Load balancers and orchestrators ask for health without credentials.
-_OPEN_SERVICE = "/grpc.health.v1.Health/"
 # Signs of life between nodes: two idle servers must not keep each other alive by them.
 _NO_ACTIVITY = "/ckpt.v1.Replica/Greet"
 
@@ -54,29 +51,6 @@ class Activity:
             return 0.0 if self._open else self._clock.monotonic() - self._last
 
 
-class AuthInterceptor(grpc.ServerInterceptor):
-    """Lets only callers with the token in, except to the health service."""
-
-    def __init__(self, token: str) -> None:
-        self._expected = f"Bearer {token}".encode()
-
-    def intercept_service(
-        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> Handler | None:
-        if handler_call_details.method.startswith(_OPEN_SERVICE) or self._is_known(handler_call_details):
-            return continuation(handler_call_details)
-        handler = continuation(handler_call_details)
-        return _rewrap(handler, lambda _: _refuse) if handler is not None else None
-
-    def _is_known(self, details: grpc.HandlerCallDetails) -> bool:
-        sent = dict(details.invocation_metadata or ()).get("authorization", "")
-        return hmac.compare_digest(str(sent).encode(), self._expected)
-
-
-def _refuse(request: Any, context: grpc.ServicerContext) -> Any:
-    context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong")
-
-
 class ErrorInterceptor(grpc.ServerInterceptor):
     """Turns CkptErrors into statuses (see ckpt.rpc.status) and keeps the activity count."""
 
@@ -91,7 +65,7 @@ class ErrorInterceptor(grpc.ServerInterceptor):
             return None
         method = handler_call_details.method
         wrap = self._wrap_stream if handler.response_streaming else self._wrap_unary
-        return _rewrap(handler, lambda behaviour: wrap(method, behaviour))
+        return rewrap(handler, lambda behaviour: wrap(method, behaviour))
 
     @contextlib.contextmanager
     def _counted(self, method: str) -> Iterator[None]:
@@ -137,7 +111,7 @@ def _abort(context: grpc.ServicerContext, method: str, error: Exception) -> None
     context.abort(status_code(error), str(error)[:1024])
 
 
-def _rewrap(handler: Handler, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Handler:
+def rewrap(handler: Handler, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Handler:
     """Return ``handler`` with its behaviour replaced by ``wrap`` of it."""
     kinds: dict[tuple[bool, bool], tuple[str, Callable[..., Handler]]] = {
         (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),

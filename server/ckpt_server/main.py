@@ -122,7 +122,11 @@ def _settings(options: argparse.Namespace) -> Settings:
         listen=tuple(options.listen),
         tls_cert=options.tls_cert,
         tls_key=options.tls_key,
-        token=_token(options),
+        tls_client_ca=options.tls_client_ca,
+        tokens_file=options.tokens_file,
+        client_stall_s=options.client_stall,
+        # Where there is a tokens file, the one in the environment is how this server gets in at others.
+        token=_token(options) if options.token_file or not options.tokens_file else None,
         insecure=options.insecure,
         metrics_listen=options.metrics_listen or None,
         keep_local=options.keep_local,
@@ -172,7 +176,26 @@ def _parser() -> argparse.ArgumentParser:
     add("--listen", action="append", default=[], metavar="HOST:PORT", help="also serve TCP; repeatable")
     add("--tls-cert", type=Path, default=_path("CKPT_TLS_CERT"), help="PEM certificate of the TCP listeners")
     add("--tls-key", type=Path, default=_path("CKPT_TLS_KEY"), help="its private key")
-    add("--token-file", type=Path, help="file with the token that TCP clients must send")
+    add(
+        "--tls-client-ca",
+        type=Path,
+        default=_path("CKPT_TLS_CLIENT_CA"),
+        help="PEM authority whose certificate TCP clients must show",
+    )
+    add("--token-file", type=Path, help="file with the token that TCP clients must send: good for everything")
+    add(
+        "--tokens-file",
+        type=Path,
+        default=_path("CKPT_TOKENS_FILE"),
+        help="TOML file of tokens with scopes and runs",
+    )
+    add(
+        "--client-stall",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="TCP: cut off a call whose client keeps it waiting for so long",
+    )
     add(
         "--insecure",
         action="store_true",

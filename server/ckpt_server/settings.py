@@ -9,10 +9,9 @@ from ckpt.errors import InvalidInputError
 from ckpt.plan.liveness import LivenessPolicy
 from ckpt.rpc.access import PeerAccess
 from ckpt.rpc.channel import is_loopback
+from ckpt_server.tokens import MIN_TOKEN_CHARS
 
 __all__ = ["Settings"]
-
-_MIN_TOKEN_CHARS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +23,10 @@ class Settings:
         embedded: started by a trainer; leaves by itself when it has nothing to do.
         listen: ``host:port`` addresses beside the unix socket; port 0 takes a free one.
         tls_cert, tls_key: PEM files of the TCP listeners.
-        token: what TCP clients must send; None with ``insecure``.
+        tls_client_ca: PEM file of the authority whose certificates TCP clients must show; None: none needed.
+        token: what TCP clients must send, good for everything; None with ``insecure``.
+        tokens_file: more tokens, with scopes and runs (see ckpt_server.tokens).
+        client_stall_s: TCP: a call whose client keeps the server waiting for so long is cut off.
         insecure: plain text without a token; loopback addresses only.
         keep_local: newest committed steps kept on NVMe of a run that does not say how many.
         upload_concurrency: segments uploaded at once per run, and parts in flight per segment.
@@ -55,7 +57,10 @@ class Settings:
     listen: tuple[str, ...] = ()
     tls_cert: Path | None = None
     tls_key: Path | None = None
+    tls_client_ca: Path | None = None
     token: str | None = None
+    tokens_file: Path | None = None
+    client_stall_s: float = 30.0
     insecure: bool = False
     keep_local: int = 2
     upload_concurrency: int = 4
@@ -104,14 +109,15 @@ class Settings:
                     address=address,
                 )
             return
-        if self.tls_cert is None or self.token is None:
+        if self.tls_cert is None or not (self.token or self.tokens_file or self.tls_client_ca):
             raise InvalidInputError(
-                "a TCP address needs --tls-cert, --tls-key and --token-file (or --insecure on loopback)",
+                "a TCP address needs --tls-cert, --tls-key and one of --token-file, --tokens-file and "
+                "--tls-client-ca (or --insecure on loopback)",
                 code="insecure",
                 address=address,
             )
-        if len(self.token) < _MIN_TOKEN_CHARS:
-            raise InvalidInputError("the token is too short", code="token", smallest=_MIN_TOKEN_CHARS)
+        if self.token is not None and len(self.token) < MIN_TOKEN_CHARS:
+            raise InvalidInputError("the token is too short", code="token", smallest=MIN_TOKEN_CHARS)
 
 
 def _split_address(option: str, address: str) -> str:

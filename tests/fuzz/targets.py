@@ -21,7 +21,7 @@ from google.protobuf.message import Message
 from ckpt.digest import digest
 from ckpt.errors import CkptError
 from ckpt.format import envelope
-from ckpt.format.chunks import stored_chunk
+from ckpt.format.chunks import check_chunk_table, stored_chunk
 from ckpt.format.codec import CODECS, decode_chunk, encode_chunk
 from ckpt.format.envelope import Kind, open_message, seal_message
 from ckpt.format.held import Held
@@ -108,6 +108,7 @@ def _segment_index(data: bytes) -> None:
         )
     saved = _built.layouts
     plan = plan_read(saved, [Want(name, Region.whole(saved[name].global_shape), 0) for name in saved])
+    check_chunk_table(index)
     entries = {entry.name: entry for entry in index.tensors}
     plan_chunks(entries, plan.by_rank.get(index.rank, ()), index.chunks.chunk_nbytes, index.nbytes)
 

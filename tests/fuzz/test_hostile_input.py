@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ckpt.client.restore import room_for
 from ckpt.errors import CorruptError, UnavailableError
-from ckpt.format.chunks import stored_chunk
+from ckpt.format.chunks import check_chunk_table, stored_chunk
 from ckpt.format.codec import decode_chunk
 from ckpt.format.envelope import Kind, seal_message
 from ckpt.format.held import Held
@@ -126,6 +126,14 @@ def test_chunk_sizes_that_no_reader_can_hold(chunk_nbytes: int) -> None:
     index.chunks.object_keys.append("data/00/x")
     with pytest.raises(CorruptError):
         stored_chunk(index, 0)
+
+
+@pytest.mark.parametrize(("chunk_nbytes", "digests"), [(2, 1), (16, 1), (24, 2), (1 << 20, 0)])
+def test_a_chunk_table_must_have_a_digest_for_every_chunk(chunk_nbytes: int, digests: int) -> None:
+    """Else a document of 300 bytes plans the reading of 300,000 chunks."""
+    table = disk_pb2.ChunkTable(chunk_nbytes=chunk_nbytes, digests=bytes(16 * digests))
+    with pytest.raises(CorruptError):
+        check_chunk_table(disk_pb2.SegmentIndex(nbytes=600_000, chunks=table))
 
 
 def test_stored_bytes_larger_than_raw_are_refused() -> None:
