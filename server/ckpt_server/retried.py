@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from ckpt.clock import random_bytes
 from ckpt.errors import CkptError, TimeoutExceededError
 from ckpt.events import event, get_logger
 
@@ -12,7 +13,8 @@ __all__ = ["Retried"]
 
 _log = get_logger("server.pipeline")
 _RETRY_FIRST_S = 0.5
-_RETRY_MOST_S = 60.0
+_RETRY_MOST_S = 15.0
+_JITTER = 0.25  # of the pause, either way: thousands of servers must not knock at one moment
 
 
 class Retried:
@@ -53,7 +55,8 @@ class Retried:
             self._failed(error)
             return None
         self._failures += 1
-        delay_s = min(_RETRY_MOST_S, _RETRY_FIRST_S * 2.0 ** min(self._failures - 1, 16))
+        pause_s = min(_RETRY_MOST_S, _RETRY_FIRST_S * 2.0 ** min(self._failures - 1, 16))
+        delay_s = pause_s * (1.0 + _JITTER * (random_bytes(1)[0] / 127.5 - 1.0))
         event(_log, logging.WARNING, "job.retry", error=error, failures=self._failures, delay_s=delay_s)
         self._waiting(error)
         return delay_s

@@ -27,15 +27,17 @@ class _Entry:
     due: float  # Clock.monotonic
     running: bool = False
     again: bool = False
+    pausing: bool = False
 
 
 class WorkQueue:
     """Runs jobs, lowest priority tuple first among those that are due.
 
-    A job returns None when it is done, or the seconds after which it wants to run again. Its key
-    keeps it from being queued twice; adding a key that is running runs it once more afterwards. Jobs
-    must leave nothing half-done that a restart does not find: the threads are daemons, and a job that
-    outlasts :meth:`close` is cut off by the end of the process.
+    A job returns None when it is done, or the seconds after which it wants to run again; that pause is kept,
+    however often the key is added meanwhile (every scan adds what is not done). A key is queued once; adding
+    one that is running and gets done runs it once more afterwards. Jobs must leave nothing half-done that a
+    restart does not find: the threads are daemons, and a job that outlasts :meth:`close` is cut off by the
+    end of the process.
     """
 
     def __init__(self, name: str, *, workers: int, clock: Clock) -> None:
@@ -48,7 +50,7 @@ class WorkQueue:
         self._stopping = False  # guarded by self._wake
 
     def add(self, key: Hashable, job: Job, *, priority: tuple[int, ...] = (), delay_s: float = 0.0) -> None:
-        """Queue ``job`` unless ``key`` is queued; an earlier due time wins."""
+        """Queue ``job`` unless ``key`` is queued; an earlier due time wins, but for a job's own pause."""
         due = self._clock.monotonic() + delay_s
         with self._wake:
             if self._stopping:
@@ -58,7 +60,7 @@ class WorkQueue:
                 self._entries[key] = _Entry(priority, job, due)
             elif entry.running:
                 entry.again = True
-            else:
+            elif not entry.pausing:
                 entry.due = min(entry.due, due)
             self._start_thread()
             self._wake.notify()
@@ -117,7 +119,8 @@ class WorkQueue:
 
     def _finish(self, key: Hashable, entry: _Entry, delay_s: float | None) -> None:
         with self._wake:
-            if entry.again:
+            entry.pausing = delay_s is not None
+            if delay_s is None and entry.again:
                 delay_s = 0.0
             if delay_s is None:
                 del self._entries[key]

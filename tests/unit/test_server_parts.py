@@ -152,6 +152,31 @@ def test_a_job_that_asks_for_it_runs_again_and_a_failing_one_does_not_stop_the_o
     assert queue.close(time.monotonic() + 5)
 
 
+def test_a_pause_is_kept_however_often_the_job_is_added() -> None:
+    queue = WorkQueue("test", workers=2, clock=SystemClock())
+    calls: list[int] = []
+    started, go = threading.Event(), threading.Event()
+
+    def retried() -> float:
+        calls.append(1)
+        started.set()
+        go.wait(10)
+        return 3600.0
+
+    queue.add("job", retried)
+    assert started.wait(10)
+    queue.add("job", retried)  # while it runs
+    go.set()
+    after = threading.Event()
+    while not after.is_set():  # until it pauses: the queue is free for others then
+        queue.add("job", retried)
+        queue.add("other", lambda: after.set())
+        after.wait(0.05)
+    queue.add("job", retried)
+    assert calls == [1]
+    assert queue.close(time.monotonic() + 5)
+
+
 def test_a_key_is_queued_once_and_runs_again_if_added_while_it_runs() -> None:
     queue = WorkQueue("test", workers=2, clock=SystemClock())
     runs: list[int] = []
