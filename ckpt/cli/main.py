@@ -17,6 +17,7 @@ from ckpt.cli.health import health_command
 from ckpt.cli.ls import list_command, runs_command
 from ckpt.cli.options import command
 from ckpt.cli.pins import pin_command, unpin_command
+from ckpt.cli.prefetch import prefetch_command
 from ckpt.cli.prune import prune_command
 from ckpt.cli.recovery import recovery_command
 from ckpt.cli.serve import serve_command, status_command
@@ -67,6 +68,7 @@ app.command("runs")(command(runs_command))
 app.command("status")(command(status_command))
 app.command("health")(command(health_command))
 app.command("recovery")(command(recovery_command))
+app.command("prefetch")(command(prefetch_command))
 app.command(
     "serve",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},

@@ -80,6 +80,12 @@ class PeerClient(Client):
             )
         return LayoutSet.decode(payload)
 
+    def sealed_segment(self, run_key: str, ident: CheckpointId, rank: int) -> tuple[bytes, bytes]:
+        """Return index file, verified, and layout set of a held segment. Raises as :meth:`segment`."""
+        reply = self._get_segment(run_key, ident, rank, with_layout=True)
+        self._opened(reply.index, ident, rank)
+        return reply.index, reply.layout
+
     def _segment(
         self,
         run_key: str,
@@ -89,14 +95,32 @@ class PeerClient(Client):
         with_layout: bool,
         timeout_s: float | None = None,
     ) -> tuple[disk_pb2.SegmentIndex, bytes]:
+        reply = self._get_segment(run_key, ident, rank, with_layout=with_layout, timeout_s=timeout_s)
+        return self._opened(reply.index, ident, rank), reply.layout
+
+    def _get_segment(
+        self,
+        run_key: str,
+        ident: CheckpointId,
+        rank: int,
+        *,
+        with_layout: bool,
+        timeout_s: float | None = None,
+    ) -> peer_pb2.GetSegmentResponse:
         request = peer_pb2.GetSegmentRequest(
             run_key=run_key, id=ident.to_proto(), rank=rank, with_layout=with_layout
         )
-        reply = self._connection.call(self._stub.GetSegment, request, timeout_s=timeout_s)
-        index = open_message(Kind.SEGMENT_INDEX, reply.index, disk_pb2.SegmentIndex(), where=self.target)
+        reply: peer_pb2.GetSegmentResponse = self._connection.call(
+            self._stub.GetSegment, request, timeout_s=timeout_s
+        )
+        return reply
+
+    def _opened(self, data: bytes, ident: CheckpointId, rank: int) -> disk_pb2.SegmentIndex:
+        """The index in an index file. Raises CorruptError, also for another segment's."""
+        index = open_message(Kind.SEGMENT_INDEX, data, disk_pb2.SegmentIndex(), where=self.target)
         if (CheckpointId.from_proto(index.id), index.rank) != (ident, rank):
             raise CorruptError("a peer sent another segment's index", code="identity", target=self.target)
-        return index, reply.layout
+        return index
 
     def read_into(
         self,

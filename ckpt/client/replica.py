@@ -96,7 +96,7 @@ class ReplicaClient(Client):
             layout=staging.layout(run_key, index.layout_digest),
         )
         del offer.config.peers[:]
-        wanted = self._offer(offer)
+        wanted = self.offer(offer)
         path = staging.segment_path(run_key, ident, rank)
         sent = damaged = 0
         while wanted:
@@ -111,11 +111,37 @@ class ReplicaClient(Client):
                 damaged += 1
                 if damaged >= _ROUNDS:
                     raise
-                wanted = self._offer(offer)  # what arrived well before the damage is not sent again
+                wanted = self.offer(offer)  # what arrived well before the damage is not sent again
         return sent
 
-    def _offer(self, offer: replica_pb2.OfferRequest) -> list[int]:
+    def offer(self, offer: replica_pb2.OfferRequest) -> list[int]:
+        """Offer a segment; returns the chunks that are lacking, none where it is sealed there.
+
+        Raises:
+            ConflictError: other bytes are sealed there under this name.
+            UnavailableError: nobody answers, or there is no room (code "no-space").
+        """
         return list(self._connection.call(self._stub.Offer, offer).wanted_chunks)
+
+    def send_chunk(
+        self, run_key: str, ident: CheckpointId, rank: int, chunk: int, data: memoryview
+    ) -> list[int]:
+        """Send one chunk of a segment that was offered; returns those still lacking, none: it is sealed.
+
+        Raises:
+            CorruptError: the other side finds it damaged.
+            UnavailableError: the stream broke.
+        """
+        header = replica_pb2.ReplicateHeader(run_key=run_key, id=ident.to_proto(), rank=rank, chunks=[chunk])
+
+        def messages() -> Iterator[bytes]:
+            yield header.SerializeToString()
+            for start in range(0, len(data), FRAME_NBYTES):
+                yield bytes(data[start : start + FRAME_NBYTES])
+
+        timeout_s = _CALL_S + len(data) / _SLOWEST_BYTES_PER_S
+        reply = self._connection.call(self._replicate, messages(), timeout_s=timeout_s)
+        return list(replica_pb2.OfferResponse.FromString(reply).wanted_chunks)
 
     def _send(
         self,
