@@ -13,7 +13,7 @@ __all__ = ["MAX_ATTEMPT", "MAX_STEP", "CheckpointId", "check_run_name", "split_r
 MAX_STEP = 999_999_999_999
 MAX_ATTEMPT = 999_999
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_ID = re.compile(r"(\d{12})\.a(\d{6})")
+_ID = re.compile(r"(\d{12})\.a(\d{6})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, order=True)

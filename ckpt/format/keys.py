@@ -60,16 +60,18 @@ INDEX = "index/"
 LAYOUTS = "layouts/"
 PINS = "pins/"
 
-_MANIFEST = re.compile(r"manifests/\d{18}\.(\d{12}\.a\d{6})\.pb")
-_ATTEMPT = re.compile(r"attempts/\d{6}\.(\d{6})\.json")
-_GROUP = re.compile(r"index/(\d{12}\.a\d{6})/group-(\d{5})-of-(\d{5})\.pb")
-_INDEX = re.compile(r"index/(\d{12}\.a\d{6})/(?:(?:group|mark)-\d{5}-of-\d{5}\..+|borrows-.+\.pb|held\.pb)")
-_GROUP_NAME = re.compile(r"group-(\d{5})-of-(\d{5})\.pb")
-_DATA = re.compile(r"data/[0-9a-f]{2}/(\d{12}\.a\d{6})/.+")
-_BORROWS = re.compile(r"index/(\d{12}\.a\d{6})/borrows-(\d{12}\.a\d{6})\.pb")
+_MANIFEST = re.compile(r"manifests/\d{18}\.(\d{12}\.a\d{6})\.pb", re.ASCII)
+_ATTEMPT = re.compile(r"attempts/\d{6}\.(\d{6})\.json", re.ASCII)
+_GROUP = re.compile(r"index/(\d{12}\.a\d{6})/group-(\d{5})-of-(\d{5})\.pb", re.ASCII)
+_INDEX = re.compile(
+    r"index/(\d{12}\.a\d{6})/(?:(?:group|mark)-\d{5}-of-\d{5}\..+|borrows-.+\.pb|held\.pb)", re.ASCII
+)
+_GROUP_NAME = re.compile(r"group-(\d{5})-of-(\d{5})\.pb", re.ASCII)
+_DATA = re.compile(r"data/[0-9a-f]{2}/(\d{12}\.a\d{6})/.+", re.ASCII)
+_BORROWS = re.compile(r"index/(\d{12}\.a\d{6})/borrows-(\d{12}\.a\d{6})\.pb", re.ASCII)
 _PACK = re.compile(r".+-([0-9a-f]{16})\.pack")
-_PIN = re.compile(r"pins/(\d{12}\.a\d{6})")
-_LOCAL_INDEX = re.compile(r"segment-(\d{5,})\.index")
+_PIN = re.compile(r"pins/(\d{12}\.a\d{6})", re.ASCII)
+_LOCAL_INDEX = re.compile(r"segment-(\d{5,})\.index", re.ASCII)
 
 
 def attempt_key(attempt: int) -> str:

@@ -46,7 +46,7 @@ __all__ = [
 _log = get_logger("ops.catalog")
 _WORKERS = 16
 _RUN_FOLDERS = frozenset({MANIFESTS.rstrip("/"), ATTEMPTS.rstrip("/")})
-_STEP = re.compile(r"\d{1,12}")
+_STEP = re.compile(r"\d{1,12}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

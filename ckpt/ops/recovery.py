@@ -34,8 +34,8 @@ __all__ = [
 
 PHASES = ("detect", "decide", "reschedule", "re-init", "locate", "read", "reshard", "first step")
 RECOVERY = "recovery/"
-_KEY = re.compile(r"recovery/\d{6}\.(\d{6})/group-(\d{5})-of-(\d{5})\.json")
-_LOCAL = re.compile(r"a(\d{6})\.rank-(\d{5,})\.json")
+_KEY = re.compile(r"recovery/\d{6}\.(\d{6})/group-(\d{5})-of-(\d{5})\.json", re.ASCII)
+_LOCAL = re.compile(r"a(\d{6})\.rank-(\d{5,})\.json", re.ASCII)
 _PUBLISHED = ".published"
 
 

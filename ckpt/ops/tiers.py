@@ -13,6 +13,7 @@ from typing import Protocol
 from ckpt.errors import CkptError, CorruptError, NotFoundError, UnavailableError
 from ckpt.events import event, get_logger
 from ckpt.format.ids import CheckpointId
+from ckpt.storage.own_file import open_own
 from ckpt.storage.peerfile import replicas_dir
 from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import disk_pb2
@@ -87,7 +88,7 @@ class LocalTier:
     def read_into(self, buffer: memoryview, ident: CheckpointId, rank: int, start: int) -> None:
         path = self._staging.segment_path(self._run_key, ident, rank)
         try:
-            with path.open("rb", buffering=0) as file:
+            with os.fdopen(open_own(self._staging.path, path), "rb", buffering=0) as file:
                 count = os.preadv(file.fileno(), [buffer], start)
         except FileNotFoundError as error:
             raise NotFoundError("local segment is gone", path=path) from error

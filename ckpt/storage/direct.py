@@ -22,6 +22,7 @@ from types import TracebackType
 
 from ckpt.digest import DIGEST_NBYTES, digest
 from ckpt.errors import CorruptError, InvalidInputError
+from ckpt.storage.own_file import open_own
 from ckpt.storage.staging import os_errors
 
 __all__ = [
@@ -62,15 +63,23 @@ class DirectFile:
     Used from several threads at once. OSError passes through: the caller knows what the file was for.
     """
 
-    def __init__(self, path: str | os.PathLike[str], flags: int, *, direct: bool = True) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        flags: int,
+        *,
+        direct: bool = True,
+        opener: Callable[[int], int] | None = None,
+    ) -> None:
+        open_with = opener or (lambda flags: os.open(path, flags | os.O_CLOEXEC, 0o600))
         self._direct = bool(direct and _O_DIRECT)
         try:
-            self.fd = os.open(path, flags | os.O_CLOEXEC | (_O_DIRECT if self._direct else 0), 0o600)
+            self.fd = open_with(flags | (_O_DIRECT if self._direct else 0))
         except OSError as error:
             if not self._direct or error.errno != errno.EINVAL:
                 raise
             self._direct = False
-            self.fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+            self.fd = open_with(flags)
 
     @property
     def direct(self) -> bool:
@@ -195,16 +204,23 @@ def write_chunks(
 class ChunkReader:
     """Reads whole chunks of a file past the page cache. Used from several threads at once.
 
+    Args:
+        root: staging directory that the file is in: nothing below it may be a link or another user's
+            (:func:`ckpt.storage.own_file.open_own`); None: the caller vouches for the path.
+
     Raises NotFoundError when the file is not there, UnavailableError when it cannot be
     read, and CorruptError (code "truncated") when its size is not ``nbytes``.
     """
 
-    def __init__(self, path: Path, *, nbytes: int, chunk_nbytes: int, direct: bool = True) -> None:
+    def __init__(
+        self, path: Path, *, nbytes: int, chunk_nbytes: int, direct: bool = True, root: Path | None = None
+    ) -> None:
         self._path = path
         self._nbytes = nbytes
         self._chunk_nbytes = chunk_nbytes
         with os_errors("a segment cannot be opened", path=path):
-            self._file = DirectFile(path, os.O_RDONLY, direct=direct)
+            opener = (lambda flags: open_own(root, path, flags)) if root is not None else None
+            self._file = DirectFile(path, os.O_RDONLY, direct=direct, opener=opener)
         try:
             with os_errors("a segment cannot be read", path=path):
                 found = os.fstat(self._file.fd).st_size

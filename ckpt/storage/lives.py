@@ -16,7 +16,7 @@ from ckpt.storage.staging import StagingDir, os_errors
 
 __all__ = ["Life", "read_lives", "sweep_lives", "write_life"]
 
-_NAME = re.compile(r"a(\d{6})\.rank-(\d{5,})\.json")
+_NAME = re.compile(r"a(\d{6})\.rank-(\d{5,})\.json", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,7 @@ from ckpt.format.ids import CheckpointId
 from ckpt.format.limits import MALFORMED, load_json
 from ckpt.format.peer import PeerNode
 from ckpt.storage.durable import fsync_dir, os_error, write_durably
+from ckpt.storage.own_file import check_own_directory, open_own
 from ckpt_proto.v1 import disk_pb2, staging_pb2
 
 __all__ = ["COMMITTED_NAME", "RunConfig", "StagingDir", "default_staging_path", "os_errors"]
@@ -180,9 +181,14 @@ class StagingDir:
     # --- the directory itself ---
 
     def ensure(self) -> StagingDir:
-        """Create the directory (mode 0700) and its token where they are missing; return self."""
+        """Create the directory (mode 0700) and its token where they are missing; return self.
+
+        Raises:
+            InvalidInputError: code "staging-unsafe": others can write in it.
+        """
         with os_errors("the staging directory cannot be created", path=self.path):
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            check_own_directory(self.path)
             (self.path / "runs").mkdir(mode=0o700, exist_ok=True)
         self.token()
         return self
@@ -434,7 +440,8 @@ class StagingDir:
 
     def _read(self, path: Path, missing: str) -> bytes:
         try:
-            return path.read_bytes()
+            with os.fdopen(open_own(self.path, path), "rb") as file:
+                return file.read()
         except (FileNotFoundError, NotADirectoryError) as error:
             raise NotFoundError(missing, path=path) from error
         except OSError as error:

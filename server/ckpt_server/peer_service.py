@@ -13,6 +13,7 @@ from ckpt.format.ids import CheckpointId
 from ckpt.ops.holdings import node_holdings, read_held_index, read_held_layout, segment_headers
 from ckpt.rpc.bulk import FRAME_NBYTES
 from ckpt.rpc.messages import parse_request
+from ckpt.storage.own_file import open_own
 from ckpt.storage.peerfile import replicas_dir
 from ckpt.storage.staging import StagingDir, os_errors
 from ckpt_proto.v1 import disk_pb2, peer_pb2, peer_pb2_grpc
@@ -87,7 +88,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             path = place.segment_path(run_key, ident, rank)
             try:
                 with os_errors("a held segment cannot be opened", path=path):
-                    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                    return open_own(place.path, path)
             except NotFoundError:
                 continue
         raise NotFoundError("this node does not hold the segment", checkpoint=ident, rank=rank)

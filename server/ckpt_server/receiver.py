@@ -16,6 +16,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 from ckpt.digest import DIGEST_NBYTES, digest
@@ -23,7 +24,9 @@ from ckpt.errors import ConflictError, CorruptError, InvalidInputError, NotFound
 from ckpt.format import keys
 from ckpt.format.envelope import Kind, open_message
 from ckpt.format.ids import CheckpointId
+from ckpt.rpc.bulk import FRAME_NBYTES
 from ckpt.storage.durable import fsync_dir, write_durably
+from ckpt.storage.own_file import open_own
 from ckpt.storage.staging import StagingDir, os_errors
 from ckpt_proto.v1 import disk_pb2
 from ckpt_server.uploader import Segment, check_chunk
@@ -79,13 +82,15 @@ class Receiver:
             CorruptError: a chunk does not match its digest; it is still wanted.
             InvalidInputError: frames do not fit the chunks announced.
         """
+        if any(a >= b for a, b in pairwise(chunks)):
+            raise InvalidInputError("the chunks are not ascending", rank=segment.rank)
         with self._holding(segment):
             index = self._expected(segment)
             if index is None:
                 return []
             present = self._chunks_here(segment, index)
             with os_errors("an arriving segment cannot be written", path=self._data_path(segment)):
-                fd = os.open(self._data_path(segment), os.O_RDWR | os.O_CLOEXEC)
+                fd = open_own(self._staging.path, self._data_path(segment), os.O_RDWR)
                 try:
                     for chunk in chunks:
                         start, nbytes = _chunk_span(index, chunk)
@@ -156,8 +161,10 @@ class Receiver:
             raise UnavailableError(
                 "no room in the staging directory", code="no-space", free=free, wanted=index.nbytes
             )
-        with os_errors("an arriving segment cannot be created", path=path), path.open("wb") as file:
-            file.truncate(index.nbytes)
+        with os_errors("an arriving segment cannot be created", path=path):
+            path.unlink(missing_ok=True)
+            with path.open("xb") as file:  # a new one, not what a link of that name leads to
+                file.truncate(index.nbytes)
         self._present[segment] = set()
 
     def _chunks_here(self, segment: Segment, index: disk_pb2.SegmentIndex) -> set[int]:
@@ -239,6 +246,8 @@ def _collect(frames: Iterator[bytes], nbytes: int, chunk: int) -> bytearray:
         frame = next(frames, None)
         if frame is None:
             raise UnavailableError("the stream ended in the middle of a chunk", code="cut", chunk=chunk)
+        if not 0 < len(frame) <= FRAME_NBYTES:  # empty ones could come for ever
+            raise InvalidInputError("a frame has 1 byte to 1 MiB", chunk=chunk, nbytes=len(frame))
         data += frame
     if len(data) > nbytes:
         raise InvalidInputError("a frame crosses the end of its chunk", chunk=chunk)

@@ -24,7 +24,7 @@ from ckpt_proto.v1 import common_pb2
 
 __all__ = ["ReplicaDir", "ReplicaUnit"]
 
-_OWNER = re.compile(r"owner-(\d{5})\.json")
+_OWNER = re.compile(r"owner-(\d{5})\.json", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Callable, Mapping
 
@@ -23,7 +24,17 @@ __all__ = ["Run", "Runs", "check_options"]
 
 _log = get_logger("server.runs")
 
-_SECRET_WORDS = ("secret", "token", "password", "account_key", "sas")
+_SECRET_WORDS = (
+    "secret",
+    "token",
+    "passw",
+    "account_key",
+    "sas",
+    "credential",
+    "private",
+    "connection_string",
+)
+_USER_INFO = re.compile(r"://[^/]*:[^/]*@")
 
 StoreOpener = Callable[[str, Mapping[str, str] | None], Store]
 
@@ -37,6 +48,15 @@ def check_options(options: Mapping[str, str]) -> None:
                 code="secret",
                 option=name,
             )
+
+
+def check_url(url: str) -> None:
+    """Raise InvalidInputError where a URL carries a password or a signature: it is logged."""
+    if _USER_INFO.search(url) or "?" in url:
+        raise InvalidInputError(
+            "a run's URL is written to disk and logs: give passwords and signatures in the environment",
+            code="secret",
+        )
 
 
 class Run:
@@ -142,6 +162,7 @@ class Runs:
         Raises:
             InvalidInputError: bad URL, options or policy.
         """
+        check_url(config.url)
         key = keys.run_key(config.url)
         if config.keep_local < 1:
             raise InvalidInputError("keep_local must be at least 1", keep_local=config.keep_local)

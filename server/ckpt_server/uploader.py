@@ -188,7 +188,9 @@ class Uploader:
         path = segment.path(self._staging)
         chunk_nbytes, sizes = index.chunks.chunk_nbytes, _sizes(index)
         with (
-            ChunkReader(path, nbytes=index.nbytes, chunk_nbytes=chunk_nbytes or 1) as reader,
+            ChunkReader(
+                path, nbytes=index.nbytes, chunk_nbytes=chunk_nbytes or 1, root=self._staging.path
+            ) as reader,
             self._buffers.in_use(),
             compression.sending(compressed=not raw) as sending,
         ):
