@@ -20,6 +20,7 @@ __all__ = [
     "Run",
     "Runs",
     "Shape",
+    "flat_range",
     "flat_range_boxes",
     "intersect_regions",
     "intersect_runs",
@@ -77,6 +78,18 @@ class Box:
     def slices(self) -> tuple[slice, ...]:
         """Return the index that selects this box from an array."""
         return tuple(slice(a, a + n) for a, n in zip(self.offsets, self.sizes, strict=True))
+
+
+def flat_range(shape: Sequence[int], box: Box) -> tuple[int, int] | None:
+    """Return the row-major flat range ``[start, stop)`` of a box in an array; None where it is not one."""
+    start, stride, is_partial = 0, 1, False
+    for n, offset, size in zip(reversed(shape), reversed(box.offsets), reversed(box.sizes), strict=True):
+        if is_partial and size != 1:
+            return None
+        is_partial = is_partial or size != n
+        start += offset * stride
+        stride *= n
+    return start, start + box.nelements
 
 
 def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:

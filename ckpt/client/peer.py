@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from ckpt.format.envelope import Kind, open_message
 from ckpt.format.ids import CheckpointId
 from ckpt.format.layout import LayoutSet
 from ckpt.rpc.bulk import READ_SEGMENT, bulk_path
+from ckpt.storage.scattered import PartsFiller
 from ckpt_proto.v1 import disk_pb2, peer_pb2, peer_pb2_grpc
 
 __all__ = ["PeerClient"]
@@ -124,32 +125,37 @@ class PeerClient(Client):
 
     def read_into(
         self,
-        buffer: memoryview,
+        parts: Sequence[memoryview],
         run_key: str,
         ident: CheckpointId,
         rank: int,
         start: int,
         *,
         timeout_s: float | None = None,
-    ) -> None:
-        """Fill ``buffer`` with a held segment's bytes from ``start`` on, unverified; at most 64 MiB.
+    ) -> bytes:
+        """Fill ``parts``, one after another, with a held segment's bytes from ``start`` on; at most 64 MiB.
+
+        Returns:
+            Their digest, which is compared with nothing here.
 
         Raises:
             NotFoundError: the node does not hold it.
             UnavailableError: the stream ended early, or the node cannot be asked.
             TimeoutExceededError: it took longer than ``timeout_s``.
         """
+        nbytes = sum(map(len, parts))
         request = peer_pb2.ReadSegmentRequest(
-            run_key=run_key, id=ident.to_proto(), rank=rank, start=start, nbytes=len(buffer)
+            run_key=run_key, id=ident.to_proto(), rank=rank, start=start, nbytes=nbytes
         )
         stream: Iterator[bytes] = self._connection.stream(
             self._read_segment, request.SerializeToString(), timeout_s=timeout_s
         )
-        done = 0
+        filler = PartsFiller(parts)
         for frame in stream:  # to the end: only then has the call's status been seen
-            if done + len(frame) > len(buffer):
-                raise UnavailableError("a peer sent more than was asked for", target=self.target)
-            buffer[done : done + len(frame)] = frame
-            done += len(frame)
-        if done != len(buffer):
-            raise UnavailableError("a peer's stream ended early", target=self.target, nbytes=done)
+            try:
+                filler.feed(frame)
+            except ValueError as error:
+                raise UnavailableError("a peer sent more than was asked for", target=self.target) from error
+        if filler.nbytes != nbytes:
+            raise UnavailableError("a peer's stream ended early", target=self.target, nbytes=filler.nbytes)
+        return filler.digest()

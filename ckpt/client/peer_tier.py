@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from ckpt.client.peer import PeerClient
 from ckpt.errors import CkptError, CorruptError, NotFoundError, UnavailableError
@@ -104,19 +104,19 @@ class PeerTier:
             self._count(error)
             return None
 
-    def read_into(self, buffer: memoryview, ident: CheckpointId, rank: int, start: int) -> None:
+    def read_into(self, parts: Sequence[memoryview], ident: CheckpointId, rank: int, start: int) -> bytes:
         if not self._holds(ident, rank):
             raise NotFoundError("the peer does not hold the segment", code=GIVEN_UP, rank=rank)
         try:
             with self._streams:
                 self._raise_if_given_up()
-                self._connected().read_into(
-                    buffer,
+                return self._connected().read_into(
+                    parts,
                     self._run_key,
                     ident,
                     rank,
                     start,
-                    timeout_s=self._base_s + len(buffer) / _SLOWEST,
+                    timeout_s=self._base_s + sum(map(len, parts)) / _SLOWEST,
                 )
         except CkptError as error:
             self._count(error)

@@ -13,7 +13,7 @@ from ckpt.errors import InvalidInputError, NotFoundError
 from ckpt.format.layout import TensorLayout
 from ckpt.geometry import Box, Region
 from ckpt.ops.checkpoint import Checkpoint
-from ckpt.ops.fetch import fetch, place_in_numpy
+from ckpt.ops.fetch import NumpyTargets, fetch, raw_dtype
 from ckpt.ops.tiers import Tier
 from ckpt.plan.read import Want, plan_read
 
@@ -78,23 +78,14 @@ def read_parts(
         if layout is None:
             raise NotFoundError("tensor is not in the checkpoint", code="tensor", tensor=name)
         region = region_of(layout, box)
-        dtype = _raw_dtype(layout.itemsize)
+        dtype = raw_dtype(layout.itemsize)
         array = np.empty(region.shape, dtype) if out is None else _as_bits(name, out[number], region, dtype)
         arrays.append(array)
         if array.size:
             wants.append(Want(name, region, number))
     plan = plan_read(checkpoint.layouts, wants)
-    fetch(
-        checkpoint,
-        plan,
-        lambda copy, chunk: place_in_numpy(arrays[copy.target], copy, chunk),
-        tiers=tiers,
-    )
+    fetch(checkpoint, plan, NumpyTargets(arrays), tiers=tiers)
     return arrays if out is None else list(out)
-
-
-def _raw_dtype(itemsize: int) -> np.dtype[Any]:
-    return np.dtype(f"V{itemsize}") if itemsize > 8 else np.dtype(f"u{itemsize}")
 
 
 def _as_bits(name: str, array: NDArray[Any], region: Region, dtype: np.dtype[Any]) -> NDArray[Any]:

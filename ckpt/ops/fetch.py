@@ -1,197 +1,250 @@
-"""Carrying out a read plan: whole chunks from the nearest copy, verified, placed by the caller.
+"""Carrying out a read plan: whole chunks from the nearest copy, verified, put where they belong.
 
 Copies are looked for in the tiers given, in their order (see ckpt.ops.tiers), then in the object store. A
 bad or missing copy falls back to the next tier, chunk by chunk, and is reported; only when the store's copy
 is bad as well does the read fail.
+
+Bytes that lie in a chunk as they will lie in the destination go straight there and are digested there. So a
+destination may hold bytes that turn out to be damaged, until a better copy has overwritten them or the
+fetch has failed.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ckpt import dtypes
-from ckpt.digest import DIGEST_NBYTES, Buffer, digest
-from ckpt.errors import CkptError, CorruptError, InvalidInputError, NotFoundError
-from ckpt.events import event, get_logger
-from ckpt.format.chunks import check_chunk_table, stored_chunk
-from ckpt.format.codec import decode_chunk
-from ckpt.format.segment import chunk_range
-from ckpt.geometry import Box, Region
+from ckpt.digest import Buffer
+from ckpt.errors import InvalidInputError, NotFoundError
+from ckpt.format.chunks import check_chunk_table
+from ckpt.geometry import Box, Region, flat_range
 from ckpt.ops.checkpoint import Checkpoint
-from ckpt.ops.tiers import GIVEN_UP, REMOTE, Tier
+from ckpt.ops.source import FetchStats, SourceSegment
+from ckpt.ops.tiers import Tier
 from ckpt.plan.read import ChunkCopy, PieceRead, ReadPlan, Want, plan_chunks, plan_read
-from ckpt_proto.v1 import disk_pb2
+from ckpt.storage.direct import aligned_buffer
 
-__all__ = ["FetchStats", "Place", "fetch", "fetch_tensor", "read_verified_chunk"]
+__all__ = [
+    "ChunkRead",
+    "FetchStats",
+    "NumpyTargets",
+    "Reader",
+    "Targets",
+    "fetch",
+    "fetch_tensor",
+    "raw_dtype",
+    "read_all",
+    "read_verified_chunk",
+]
 
-Place: TypeAlias = Callable[[ChunkCopy, Buffer], None]
+MAX_WORKERS = 8
+_LOCAL_WORKERS = 4  # enough for any page cache; a store needs more requests in flight
+_MEMORY_SHARE = 10  # chunks in flight take at most one part in ten of what is read, or two chunks
 
-_log = get_logger("fetch")
-DEFAULT_WORKERS = 4  # chunks in flight: memory is bounded by this times the chunk size
+Span: TypeAlias = tuple[int, int]
 
 
-@dataclass(slots=True)
-class FetchStats:
-    """What a fetch did. Bytes are of whole chunks, as read.
+class Targets(Protocol):
+    """Where bytes go. Called from several threads; copies never overlap in their targets."""
 
-    Attributes:
-        nbytes: by name of the tier they came from; REMOTE for the object store.
-        repaired_chunks: chunks whose nearest copy was bad or gone and that a farther one gave instead.
+    def window(self, copy: ChunkCopy) -> memoryview | None:
+        """Return the bytes of the target that ``copy`` fills, if they are one after another, in host memory
+        and exactly as stored; else None. Only asked where ``copy.is_flat``.
+        """
+
+    def place(self, copy: ChunkCopy, chunk: Buffer) -> None:
+        """Copy out of the raw bytes of a chunk; must have copied when it returns."""
+
+    def scratch(self, nbytes: int) -> memoryview:
+        """Return page-aligned memory that chunks without a window are read into; at least ``nbytes``."""
+
+
+class NumpyTargets:
+    """Targets in NumPy arrays, whose dtypes only need the right item size.
+
+    Args:
+        arrays: by the ``target`` of the wants.
     """
 
-    nbytes: Counter[str] = field(default_factory=Counter)
-    repaired_chunks: int = 0
+    def __init__(self, arrays: Sequence[NDArray[Any]]) -> None:
+        self._arrays = arrays
+        self._bytes = [
+            array.reshape(-1).view(np.uint8).data if array.flags.c_contiguous and array.size else None
+            for array in arrays
+        ]
+
+    def window(self, copy: ChunkCopy) -> memoryview | None:
+        array, held = self._arrays[copy.target], self._bytes[copy.target]
+        span = flat_range(array.shape, copy.dst) if held is not None else None
+        return None if held is None or span is None else held[slice(*(n * array.itemsize for n in span))]
+
+    def place(self, copy: ChunkCopy, chunk: Buffer) -> None:
+        target = self._arrays[copy.target]
+        source = np.frombuffer(chunk, target.dtype, copy.count, copy.offset).reshape(copy.shape)
+        target[copy.dst_slices()] = source[copy.src_slices()]
+
+    def scratch(self, nbytes: int) -> memoryview:
+        return aligned_buffer(nbytes)
 
 
-class _Segment:
-    """One source rank's segment: its index and where its chunks can be had."""
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkRead:
+    """One chunk to read, and what is taken out of it."""
 
-    def __init__(self, checkpoint: Checkpoint, rank: int, tiers: Sequence[Tier]) -> None:
-        self._checkpoint = checkpoint
-        self._rank = rank
-        self._tiers: Sequence[Tier] = ()  # from the nearest that has it on
-        for position, tier in enumerate(tiers):
-            if (found := tier.index(checkpoint.ident, rank)) is not None:
-                self.index = found
-                self._tiers = tiers[position:]
-                return
-        self.index = checkpoint.segment_index(rank)
+    segment: SourceSegment
+    number: int
+    copies: Sequence[ChunkCopy]
 
-    def chunk(
-        self, number: int, stats: FetchStats, lock: threading.Lock, scratch: memoryview | None = None
-    ) -> Buffer:
-        """Return the raw bytes of a chunk, verified. Raises CorruptError when no copy is good.
+    @property
+    def nbytes(self) -> int:
+        """Raw size of the chunk."""
+        return self.segment.chunk_nbytes(self.number)
 
-        They may be in ``scratch`` (of at least a chunk), which must then not be used again before they are.
-        """
-        for position, tier in enumerate(self._tiers):
-            data = self._read_from(tier, number, scratch)
-            if data is not None:
-                with lock:
-                    stats.nbytes[tier.name] += len(data)
-                    stats.repaired_chunks += position > 0
-                return data
-        index = self._checkpoint.segment_index(self._rank)
-        place = stored_chunk(index, number)
-        try:
-            stored = self._checkpoint.store.get_range(place.object_key, place.offset, place.nbytes)
-        except NotFoundError as error:
-            raise CorruptError(
-                "an object of the checkpoint is gone", code="missing", key=place.object_key
-            ) from error
-        with lock:
-            stats.nbytes[REMOTE] += len(stored)
-            stats.repaired_chunks += len(self._tiers) > 0
-        raw = decode_chunk(place.codec, stored, place.raw_nbytes)
-        self._check(raw, index, number, where=place.object_key)
-        return raw
 
-    def _read_from(self, tier: Tier, number: int, scratch: memoryview | None) -> Buffer | None:
-        start, stop = chunk_range(number, self.index.nbytes, self.index.chunks.chunk_nbytes)
-        try:
-            data = scratch[: stop - start] if scratch is not None else memoryview(bytearray(stop - start))
-            tier.read_into(data, self._checkpoint.ident, self._rank, start)
-            self._check(data, self.index, number, where=tier.name)
-            return data
-        except CkptError as error:
-            if error.code != GIVEN_UP:
-                event(
-                    _log,
-                    logging.WARNING,
-                    "fetch.bad_copy",
-                    tier=tier.name,
-                    checkpoint=self._checkpoint.ident,
-                    error=error,
-                )
-            return None
+class Reader:
+    """A read plan down to its chunks. Safe for threads.
 
-    def _check(self, data: Buffer, index: disk_pb2.SegmentIndex, number: int, *, where: str) -> None:
-        if digest(data) != index.chunks.digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES]:
-            raise CorruptError(
-                "digest does not match: the chunk is damaged",
-                code="digest",
-                where=where,
-                rank=self._rank,
-                chunk=number,
-            )
+    Args:
+        checkpoint: to read from.
+        plan: of :func:`ckpt.plan.read.plan_read` over ``checkpoint.layouts``.
+        targets: where the bytes go.
+        tiers: where copies are looked for before the store, nearest first.
+
+    Raises:
+        CorruptError: no good index of a segment is left, or it contradicts the layout.
+        UnavailableError: the store cannot be reached.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, plan: ReadPlan, targets: Targets, tiers: Sequence[Tier] = ()
+    ) -> None:
+        self._targets = targets
+        self._own = threading.local()
+        self.stats = FetchStats()
+        self.nbytes = plan.nbytes
+        self.chunks: list[ChunkRead] = []
+
+        def planned(item: tuple[int, Sequence[PieceRead]]) -> list[ChunkRead]:
+            segment = SourceSegment(checkpoint, item[0], tiers)
+            check_chunk_table(segment.index)
+            entries = {entry.name: entry for entry in segment.index.tensors}
+            found = plan_chunks(entries, item[1], segment.index.chunks.chunk_nbytes, segment.index.nbytes)
+            return [ChunkRead(segment, number, copies) for number, copies in found.items()]
+
+        if len(plan.by_rank) <= 1:
+            for item in plan.by_rank.items():
+                self.chunks += planned(item)
+        else:
+            with ThreadPoolExecutor(MAX_WORKERS, thread_name_prefix="ckpt-plan") as pool:
+                for chunks in pool.map(planned, plan.by_rank.items()):
+                    self.chunks += chunks
+
+    def workers(self) -> int:
+        """How many chunks should be in flight; bounds the memory beyond the targets."""
+        largest = max((read.segment.index.chunks.chunk_nbytes for read in self.chunks), default=1)
+        most = MAX_WORKERS if any(read.segment.is_remote for read in self.chunks) else _LOCAL_WORKERS
+        return max(1, min(most, max(2, self.nbytes // (_MEMORY_SHARE * largest)), len(self.chunks)))
+
+    def read(self, read: ChunkRead) -> None:
+        """Read one chunk into the targets. Raises as :meth:`ckpt.ops.source.SourceSegment.read`."""
+        scratch = self._scratch(read.nbytes)
+        parts, left = self._parts(read, scratch)
+        raw = read.segment.read(read.number, parts, self.stats)
+        for copy in left:
+            self._targets.place(copy, scratch if raw is None else raw)
+
+    def read_raw(self, read: ChunkRead, buffer: memoryview) -> None:
+        """Read one chunk into ``buffer`` (of its size) and nowhere else. Raises likewise."""
+        read.segment.read(read.number, [buffer], self.stats)
+
+    def place(self, read: ChunkRead, data: Buffer, *, where: str) -> None:
+        """Put a chunk that came from elsewhere in its place. Raises CorruptError where it is damaged."""
+        read.segment.verify(read.number, data, where=where)
+        for copy in read.copies:
+            self._targets.place(copy, data)
+
+    def _scratch(self, nbytes: int) -> memoryview:
+        # Read again and again into the same pages: fresh memory costs a page fault per 4 KiB.
+        if len(getattr(self._own, "scratch", b"")) < nbytes:
+            self._own.scratch = self._targets.scratch(nbytes)
+        found: memoryview = self._own.scratch
+        return found[:nbytes]
+
+    def _parts(self, read: ChunkRead, scratch: memoryview) -> tuple[list[memoryview], list[ChunkCopy]]:
+        """Where each byte of the chunk goes, in its order, and the copies to be placed from ``scratch``."""
+        parts: list[memoryview] = []
+        left: list[ChunkCopy] = []
+        done = reached = 0  # bytes that have a place; end of the spans seen so far
+        ordered = sorted(((copy.span(), copy) for copy in read.copies), key=lambda item: item[0])
+        for number, ((start, stop), copy) in enumerate(ordered):
+            is_alone = start >= reached and (
+                number + 1 == len(ordered) or stop <= ordered[number + 1][0][0]
+            )  # else others need these bytes too
+            reached = max(reached, stop)
+            window = self._targets.window(copy) if is_alone and copy.is_flat else None
+            if window is None:
+                left.append(copy)
+                continue
+            if start > done:
+                parts.append(scratch[done:start])
+            parts.append(window)
+            done = stop
+        if done < len(scratch):
+            parts.append(scratch[done:])
+        return parts, left
 
 
 def fetch(
     checkpoint: Checkpoint,
     plan: ReadPlan,
-    place: Place,
+    targets: Targets,
     *,
     tiers: Sequence[Tier] = (),
-    workers: int = DEFAULT_WORKERS,
 ) -> FetchStats:
-    """Read what ``plan`` names and hand each copy to ``place``.
+    """Read what ``plan`` names into ``targets``.
 
     Args:
         checkpoint: to read from.
         plan: of :func:`ckpt.plan.read.plan_read` over ``checkpoint.layouts``.
-        place: called from several threads with a copy and the raw bytes of its chunk; must have copied
-            when it returns. Copies never overlap in their targets.
+        targets: where the bytes go.
         tiers: where copies are looked for before the store, nearest first.
-        workers: chunks in flight; extra memory is this many chunks.
 
     Raises:
         CorruptError: no good copy of a chunk is left, or the index contradicts the layout.
         UnavailableError: the store cannot be reached.
     """
-    stats = FetchStats()
-    lock = threading.Lock()
+    reader = Reader(checkpoint, plan, targets, tiers)
+    read_all(reader, reader.chunks)
+    return reader.stats
+
+
+def read_all(reader: Reader, chunks: Sequence[ChunkRead]) -> None:
+    """Read ``chunks`` of ``reader``, several at a time. Raises as :func:`fetch`, what failed first."""
     stop = threading.Event()
 
-    own = threading.local()
-
-    def scratch_of(nbytes: int) -> memoryview:
-        # Read again and again into the same pages: fresh memory costs a page fault per 4 KiB.
-        if getattr(own, "scratch", None) is None or len(own.scratch) < nbytes:
-            own.scratch = memoryview(bytearray(nbytes))
-        found: memoryview = own.scratch
-        return found
-
-    def read_one(segment: _Segment, number: int, copies: Sequence[ChunkCopy]) -> None:
+    def read_one(read: ChunkRead) -> None:
         if stop.is_set():
             return
         try:
-            data = segment.chunk(number, stats, lock, scratch_of(segment.index.chunks.chunk_nbytes))
-            for copy in copies:
-                place(copy, data)
+            reader.read(read)
         except BaseException:
             stop.set()
             raise
 
-    with ThreadPoolExecutor(workers, thread_name_prefix="ckpt-fetch") as pool:
-        planned = pool.map(
-            lambda item: _plan_segment(checkpoint, item[0], item[1], tiers), plan.by_rank.items()
-        )
-        jobs = [
-            pool.submit(read_one, segment, number, copies)
-            for segment, chunks in list(planned)
-            for number, copies in chunks.items()
-        ]
+    if not chunks:
+        return
+    with ThreadPoolExecutor(reader.workers(), thread_name_prefix="ckpt-fetch") as pool:
+        jobs = [pool.submit(read_one, read) for read in chunks]
     errors = [error for job in jobs if (error := job.exception()) is not None]
     if errors:
         raise errors[0]
-    return stats
-
-
-def _plan_segment(
-    checkpoint: Checkpoint, rank: int, pieces: Sequence[PieceRead], tiers: Sequence[Tier]
-) -> tuple[_Segment, dict[int, list[ChunkCopy]]]:
-    segment = _Segment(checkpoint, rank, tiers)
-    check_chunk_table(segment.index)
-    entries = {entry.name: entry for entry in segment.index.tensors}
-    return segment, plan_chunks(entries, pieces, segment.index.chunks.chunk_nbytes, segment.index.nbytes)
 
 
 def read_verified_chunk(
@@ -204,11 +257,10 @@ def read_verified_chunk(
         InvalidInputError: no such chunk.
         CorruptError: no good copy is left.
     """
-    segment = _Segment(checkpoint, rank, tiers)
-    chunk_range(
-        chunk, segment.index.nbytes, segment.index.chunks.chunk_nbytes
-    )  # raises for a number too large
-    return segment.chunk(chunk, FetchStats(), threading.Lock())
+    segment = SourceSegment(checkpoint, rank, tiers)
+    data = memoryview(bytearray(segment.chunk_nbytes(chunk)))
+    segment.read(chunk, [data], FetchStats())
+    return data
 
 
 def fetch_tensor(
@@ -239,17 +291,12 @@ def fetch_tensor(
         raise InvalidInputError("box and tensor have different ndim", tensor=name, shape=layout.global_shape)
     data = bytearray(region.nelements * itemsize)
     if data:
-        target = np.frombuffer(data, _raw_dtype(itemsize)).reshape(region.shape)
+        target = np.frombuffer(data, raw_dtype(itemsize)).reshape(region.shape)
         plan = plan_read(checkpoint.layouts, [Want(name, region, 0)])
-        fetch(checkpoint, plan, lambda copy, chunk: place_in_numpy(target, copy, chunk), tiers=tiers)
+        fetch(checkpoint, plan, NumpyTargets([target]), tiers=tiers)
     return layout.dtype, region.shape, data
 
 
-def place_in_numpy(target: np.ndarray, copy: ChunkCopy, chunk: Buffer) -> None:
-    """Copy into ``target``, whose dtype only needs the right item size."""
-    source = np.frombuffer(chunk, target.dtype, copy.count, copy.offset).reshape(copy.shape)
-    target[copy.dst_slices()] = source[copy.src_slices()]
-
-
-def _raw_dtype(itemsize: int) -> np.dtype:
+def raw_dtype(itemsize: int) -> np.dtype[Any]:
+    """The dtype by which bits of this item size are moved in NumPy."""
     return np.dtype(f"V{itemsize}") if itemsize > 8 else np.dtype(f"u{itemsize}")

@@ -7,7 +7,7 @@ asked last. A tier is not trusted: who reads compares every chunk with its diges
 from __future__ import annotations
 
 import logging
-import os
+from collections.abc import Sequence
 from typing import Protocol
 
 from ckpt.errors import CkptError, CorruptError, NotFoundError, UnavailableError
@@ -15,6 +15,7 @@ from ckpt.events import event, get_logger
 from ckpt.format.ids import CheckpointId
 from ckpt.storage.own_file import open_own
 from ckpt.storage.peerfile import replicas_dir
+from ckpt.storage.scattered import read_parts_at
 from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import disk_pb2
 
@@ -42,11 +43,14 @@ class Tier(Protocol):
         Reports what is damaged, and raises nothing: the next tier may have it.
         """
 
-    def read_into(self, buffer: memoryview, ident: CheckpointId, rank: int, start: int) -> None:
-        """Fill ``buffer`` with the segment's bytes from ``start`` on, unverified.
+    def read_into(self, parts: Sequence[memoryview], ident: CheckpointId, rank: int, start: int) -> bytes:
+        """Fill ``parts``, one after another, with the segment's bytes from ``start`` on.
+
+        Returns:
+            Their digest as they stand in ``parts``; the caller compares it.
 
         Raises:
-            CkptError: they cannot be had here, for whatever reason.
+            CkptError: they cannot be had here, for whatever reason; ``parts`` may hold anything then.
         """
 
 
@@ -85,19 +89,20 @@ class LocalTier:
             )
             return None
 
-    def read_into(self, buffer: memoryview, ident: CheckpointId, rank: int, start: int) -> None:
+    def read_into(self, parts: Sequence[memoryview], ident: CheckpointId, rank: int, start: int) -> bytes:
         path = self._staging.segment_path(self._run_key, ident, rank)
         try:
             with os.fdopen(open_own(self._staging.path, path), "rb", buffering=0) as file:
-                count = os.preadv(file.fileno(), [buffer], start)
+                count, found = read_parts_at(file.fileno(), start, parts)
         except FileNotFoundError as error:
             raise NotFoundError("local segment is gone", path=path) from error
         except OSError as error:
             raise UnavailableError(
                 "local segment cannot be read", path=path, reason=error.strerror
             ) from error
-        if count != len(buffer):
+        if count != sum(map(len, parts)):
             raise CorruptError("local segment is cut short", path=path, start=start, nbytes=count)
+        return found
 
 
 def node_tiers(staging: StagingDir, run_key: str) -> tuple[LocalTier, LocalTier]:

@@ -21,7 +21,7 @@ from ckpt import dtypes
 from ckpt.errors import CorruptError, InvalidInputError, NotFoundError
 from ckpt.format.layout import LayoutSet, TensorLayout, owners
 from ckpt.format.limits import MAX_CHUNK_NBYTES
-from ckpt.geometry import Box, Region, Shape, flat_range_boxes, intersect_regions
+from ckpt.geometry import Box, Region, Shape, flat_range, flat_range_boxes, intersect_regions
 from ckpt_proto.v1 import disk_pb2
 
 __all__ = ["ChunkCopy", "PieceRead", "ReadPlan", "Want", "plan_chunks", "plan_read"]
@@ -171,6 +171,17 @@ class ChunkCopy:
     def count(self) -> int:
         """Elements of the contiguous array."""
         return math.prod(self.shape)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether what is copied lies in the chunk without gaps."""
+        return flat_range(self.shape, self.src) is not None
+
+    def span(self) -> tuple[int, int]:
+        """Return the bytes [start, stop) of the chunk from the first to the last one that is copied."""
+        first, last = _flat_span(self.shape, self.src)
+        itemsize = dtypes.itemsize(self.dtype)
+        return self.offset + first * itemsize, self.offset + (last + 1) * itemsize
 
     def src_slices(self) -> tuple[slice, ...]:
         return self.src.slices()

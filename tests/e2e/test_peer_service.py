@@ -20,7 +20,7 @@ from ckpt.format.held import Held
 from ckpt.format.keys import segment_key
 from ckpt.geometry import Region
 from ckpt.ops import catalog
-from ckpt.ops.fetch import FetchStats, fetch, place_in_numpy
+from ckpt.ops.fetch import FetchStats, NumpyTargets, fetch
 from ckpt.ops.tiers import PEER, REMOTE, Tier
 from ckpt.plan.read import Want, plan_read
 from ckpt.storage.memory import MemoryStore
@@ -74,12 +74,7 @@ def read(node: Node, tiers: list[Tier]) -> FetchStats:
     names = list(node.built.layouts)
     arrays = [np.zeros_like(node.built.tensors[name]) for name in names]
     wants = [Want(name, Region.whole(arrays[i].shape), i) for i, name in enumerate(names)]
-    stats = fetch(
-        checkpoint,
-        plan_read(checkpoint.layouts, wants),
-        lambda copy, chunk: place_in_numpy(arrays[copy.target], copy, chunk),
-        tiers=tiers,
-    )
+    stats = fetch(checkpoint, plan_read(checkpoint.layouts, wants), NumpyTargets(arrays), tiers=tiers)
     for name, array in zip(names, arrays, strict=True):
         assert array.tobytes() == node.built.tensors[name].tobytes(), name
     return stats
@@ -104,19 +99,19 @@ def test_unknown_runs_and_checkpoints_are_not_held(node: Node) -> None:
     with pytest.raises(NotFoundError):
         node.client.segment(node.run_key, node.built.ident, 2)
     with pytest.raises(NotFoundError):
-        node.client.read_into(memoryview(bytearray(8)), node.run_key, node.built.ident, 2, 0)
+        node.client.read_into([memoryview(bytearray(8))], node.run_key, node.built.ident, 2, 0)
 
 
 def test_names_cannot_leave_the_staging_directory_and_reads_are_bounded(node: Node) -> None:
     with pytest.raises(InvalidInputError):
         node.client.have("../runs")
     with pytest.raises(InvalidInputError):
-        node.client.read_into(memoryview(bytearray(8)), "../runs", node.built.ident, 0, 0)
+        node.client.read_into([memoryview(bytearray(8))], "../runs", node.built.ident, 0, 0)
     with pytest.raises(InvalidInputError):
-        node.client.read_into(memoryview(bytearray((64 << 20) + 1)), node.run_key, node.built.ident, 0, 0)
+        node.client.read_into([memoryview(bytearray((64 << 20) + 1))], node.run_key, node.built.ident, 0, 0)
     end = node.built.segments[0].nbytes
     with pytest.raises(CorruptError):
-        node.client.read_into(memoryview(bytearray(8)), node.run_key, node.built.ident, 0, end - 4)
+        node.client.read_into([memoryview(bytearray(8))], node.run_key, node.built.ident, 0, end - 4)
 
 
 def test_layouts_come_with_a_segment(node: Node) -> None:
@@ -155,7 +150,7 @@ def test_a_peer_that_hangs_is_given_up_after_a_bounded_time(
     os.kill(node.server.process.pid, signal.SIGSTOP)
     try:
         with pytest.raises(TimeoutExceededError):
-            tier.read_into(memoryview(bytearray(_CHUNK)), node.built.ident, 0, 0)
+            tier.read_into([memoryview(bytearray(_CHUNK))], node.built.ident, 0, 0)
         stats = read(node, [tier])
         assert stats.nbytes[PEER] == 0
         given_up = [r.fields for r in caplog.records if getattr(r, "event", "") == "peer.given_up"]  # type: ignore[attr-defined]

@@ -34,11 +34,13 @@ class FaultProxy:
     Attributes:
         endpoint: URL for clients.
         requests: (method, path) of each, in order of arrival.
+        sent: (path, bytes of the body) of each answer to a GET.
         fault: what to do with the next ones.
     """
 
     def __init__(self, upstream_port: int) -> None:
         self.requests: list[tuple[str, str]] = []
+        self.sent: list[tuple[str, int]] = []
         self.fault: Fault = lambda _method, _path: None
         proxy = self
 
@@ -102,6 +104,8 @@ class _Handler(BaseHTTPRequestHandler):
             headers = [(name, value) for name, value in answer.getheaders() if name.lower() not in _HOP]
         finally:
             upstream.close()
+        if self.command == "GET":
+            self.owner.sent.append((self.path, len(content)))
         if what == "lose-reply":
             self.close_connection = True
             return

@@ -12,7 +12,7 @@ from ckpt.plan.read import plan_chunks, plan_read
 from ckpt_proto.v1 import common_pb2
 from ckpt_trainer_hooks.arena import Arena, arena_nbytes
 from ckpt_trainer_hooks.layout import LayoutBuilder
-from ckpt_trainer_hooks.placing import placer
+from ckpt_trainer_hooks.placing import TensorTargets
 from ckpt_trainer_hooks.rng import restore_rng
 from ckpt_trainer_hooks.selection import RestoreOptions
 from ckpt_trainer_hooks.snapshot import Binding, plan_snapshot
@@ -83,7 +83,7 @@ def put_back(
     targets.mismatch.raise_if_any(
         allow_missing=options.allow_missing, allow_unexpected=options.allow_unexpected
     )
-    plan, place = plan_read(taken.layouts, targets.wants), placer(targets.tensors)
+    plan, place = plan_read(taken.layouts, targets.wants), TensorTargets(targets.tensors).place
     for pieces in plan.by_rank.values():
         chunks = plan_chunks(taken.entries, pieces, CHUNK_NBYTES, len(taken.image))  # type: ignore[arg-type]
         for number, copies in chunks.items():

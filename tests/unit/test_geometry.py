@@ -13,6 +13,7 @@ from ckpt.geometry import (
     Region,
     Run,
     Runs,
+    flat_range,
     flat_range_boxes,
     intersect_regions,
     intersect_runs,
@@ -147,3 +148,16 @@ def test_intersect_regions_gives_local_boxes_of_both_sides() -> None:
 def test_regions_of_different_ndim_are_refused() -> None:
     with pytest.raises(InvalidInputError):
         intersect_regions(Region.whole((2,)), Region.whole((2, 2)))
+
+
+@given(st.lists(st.integers(1, 4), max_size=4).map(tuple), st.data())
+@examples(150)
+def test_a_box_is_one_flat_range_exactly_when_its_elements_are_consecutive(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
+    offsets = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+    sizes = tuple(data.draw(st.integers(1, n - a)) for n, a in zip(shape, offsets, strict=True))
+    flat = np.arange(math.prod(shape)).reshape(shape)[Box(offsets, sizes).slices()].ravel()
+    found = flat_range(shape, Box(offsets, sizes))
+    is_one = bool((np.diff(flat) == 1).all())
+    assert found == ((int(flat[0]), int(flat[-1]) + 1) if is_one else None)

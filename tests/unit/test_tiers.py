@@ -14,7 +14,7 @@ from ckpt.errors import CorruptError
 from ckpt.format.keys import segment_key
 from ckpt.geometry import Region
 from ckpt.ops import catalog
-from ckpt.ops.fetch import FetchStats, fetch, place_in_numpy
+from ckpt.ops.fetch import FetchStats, NumpyTargets, fetch
 from ckpt.ops.tiers import LOCAL, REMOTE, REPLICA, Tier, node_tiers
 from ckpt.plan.read import Want, plan_read
 from ckpt.storage.peerfile import replicas_dir
@@ -50,10 +50,7 @@ class Node:
         arrays = [np.zeros_like(self.built.tensors[name]) for name in names]
         wants = [Want(name, Region.whole(arrays[i].shape), i) for i, name in enumerate(names)]
         stats = fetch(
-            checkpoint,
-            plan_read(checkpoint.layouts, wants),
-            lambda copy, chunk: place_in_numpy(arrays[copy.target], copy, chunk),
-            tiers=self.tiers,
+            checkpoint, plan_read(checkpoint.layouts, wants), NumpyTargets(arrays), tiers=self.tiers
         )
         for name, array in zip(names, arrays, strict=True):
             assert array.tobytes() == self.built.tensors[name].tobytes(), name

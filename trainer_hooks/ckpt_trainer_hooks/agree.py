@@ -47,7 +47,7 @@ class Agreement:
         self._store: Store | None = default_store() if active and self.world_size > 1 else None
         self._prefix = f"ckpt/{next(_instances)}"
         self._calls = itertools.count()
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
 
     def decide(self, topic: str, decision: Callable[[], Any]) -> Any:
         """Run ``decision`` on rank 0 and return its result, or raise its error, on every rank.
@@ -171,7 +171,7 @@ class Agreement:
 
     def _wait(self, keys: list[str], topic: str, ranks: list[int], *, extra_s: float = 0.0) -> list[bytes]:
         assert self._store is not None
-        deadline = time.monotonic() + self._timeout_s + extra_s
+        deadline = time.monotonic() + self.timeout_s + extra_s
         while True:
             left = deadline - time.monotonic()
             try:
@@ -190,7 +190,7 @@ class Agreement:
                         "ranks did not take part; every rank must make the same checkpoint calls",
                         topic=topic,
                         missing_ranks=missing,
-                        waited_s=self._timeout_s,
+                        waited_s=self.timeout_s,
                         rank=self.rank,
                     ) from None
                 event(_log, logging.INFO, "agree.waiting", topic=topic, missing_ranks=missing, left_s=left)

@@ -20,7 +20,7 @@ from ckpt.plan.read import Want, plan_read
 from ckpt.repository import Repository, choose_names
 from ckpt_trainer_hooks.layout import LayoutBuilder, dtype_name, torch_dtype
 from ckpt_trainer_hooks.mismatch import Mismatch
-from ckpt_trainer_hooks.placing import placer
+from ckpt_trainer_hooks.placing import TensorTargets
 from ckpt_trainer_hooks.renaming import rename_layouts
 from ckpt_trainer_hooks.selection import Rename, RestoreOptions, can_cast
 
@@ -65,7 +65,7 @@ def load(
             for number, name in enumerate(stored)
             if tensors[name].numel()
         ]
-        fetch(opened, plan_read(opened.layouts, wants), placer(list(tensors.values())))
+        fetch(opened, plan_read(opened.layouts, wants), TensorTargets(list(tensors.values())))
     return {name: tensors[aliases.get(name, name)] for name in chosen}
 
 
@@ -118,7 +118,9 @@ def load_into(
         for name, live in template.items():
             matching.add(name, live)
         matching.finish()
-        fetch(opened, plan_read(opened.layouts, matching.wants), placer(matching.tensors))
+        written = TensorTargets(matching.tensors)
+        fetch(opened, plan_read(opened.layouts, matching.wants), written)
+        written.mark_written()
     return opened.ident
 
 

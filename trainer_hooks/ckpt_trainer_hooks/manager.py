@@ -123,6 +123,8 @@ class CheckpointManager(LoopMethods):
         timeout_s: how long restore waits for other ranks, and the end of a ``with`` block for its commits.
         pending_wait_s: how long restore waits for the commit of a step that is whole on NVMe, where the nodes
             cannot read it from one another (see docs/recovery.md), and for own saves to be sealed.
+        share_reads: in a restore, one rank reads what several want of the object store and sends it to the
+            others over the process group. False on any rank: each reads what it needs.
 
     Raises:
         InvalidInputError: an argument is wrong; nothing was written.
@@ -167,6 +169,7 @@ class CheckpointManager(LoopMethods):
         on_stop: Literal["exit", "flag"] = "exit",
         timeout_s: float = 600.0,
         pending_wait_s: float = 60.0,
+        share_reads: bool = True,
     ) -> None:
         check_choice("mode", mode, ("auto", "overlapped", "blocking"))
         check_choice("on_busy", on_busy, ("wait", "skip", "fail"))
@@ -208,6 +211,7 @@ class CheckpointManager(LoopMethods):
         )
         self._pending_wait_s, self._timeout_s = pending_wait_s, timeout_s
         self._staging = StagingDir(staging_dir or default_staging_path()).ensure()
+        self._share_reads = share_reads
         self._server = server or os.environ.get("CKPT_SERVER")
         if replication_factor > 1 and self._server is None:
             check_peer_listen(os.environ)
@@ -314,6 +318,7 @@ class CheckpointManager(LoopMethods):
                 pending_wait_s=self._pending_wait_s,
                 redistribute=self._redistribute,
                 timer=self._watch.timer,
+                share_reads=self._share_reads,
             ).restore(str(step))
         self._watch.timer.enter("reshard")
         self._accumulation.after_restore(self._state.modules)

@@ -17,7 +17,7 @@ from ckpt.format.ids import CheckpointId
 from ckpt.format.values import decode_value, encode_value
 from ckpt.ops import catalog
 from ckpt.ops.checkpoint import Checkpoint
-from ckpt.ops.fetch import FetchStats, fetch
+from ckpt.ops.fetch import FetchStats, Reader
 from ckpt.ops.tiers import LOCAL, PEER, REMOTE, REPLICA, Tier
 from ckpt.plan.read import plan_read
 from ckpt.storage.base import Store
@@ -26,11 +26,12 @@ from ckpt_proto.v1 import common_pb2, disk_pb2
 from ckpt_trainer_hooks.agree import Agreement
 from ckpt_trainer_hooks.environment import compare_environment
 from ckpt_trainer_hooks.ladder import Choice, Ladder
-from ckpt_trainer_hooks.placing import placer
+from ckpt_trainer_hooks.placing import TensorTargets
 from ckpt_trainer_hooks.recovery_timer import RecoveryTimer
 from ckpt_trainer_hooks.redistribute import Redistribute, Spread
 from ckpt_trainer_hooks.rng import derive_rng, restore_rng
 from ckpt_trainer_hooks.selection import RNG_ITEM, RestoreOptions
+from ckpt_trainer_hooks.sharing import fetch_shared
 from ckpt_trainer_hooks.state import ItemKind, TrainState
 from ckpt_trainer_hooks.targets import RestoreTargets, collect_targets
 
@@ -56,6 +57,7 @@ class Restorer:
             them, since they do not listen for one another.
         redistribute: for per-rank items when the number of ranks has changed.
         timer: told when reading begins and ends, and how much came from where.
+        share_reads: what several ranks want of the store is read by one, and sent over the process group.
     """
 
     url: str
@@ -67,6 +69,7 @@ class Restorer:
     pending_wait_s: float
     redistribute: Mapping[str, Redistribute] = field(default_factory=dict)
     timer: RecoveryTimer = field(default_factory=RecoveryTimer)
+    share_reads: bool = True
     _tiers: Sequence[Tier] = ()  # of the candidate that is being restored
 
     def restore(self, wanted: str) -> CheckpointId | None:
@@ -165,8 +168,7 @@ class Restorer:
                 allow_missing=self.chosen.allow_missing, allow_unexpected=self.chosen.allow_unexpected
             )
         self.timer.enter("read")
-        with self.agreement.together("read"):
-            stats = self._read(checkpoint, targets)
+        stats = self._read(checkpoint, targets)
         self.timer.enter("reshard")
         self.timer.count(stats.nbytes)
         for apply in targets.apply:
@@ -241,7 +243,13 @@ class Restorer:
         for (saved, live), count in sorted(targets.casts.items()):
             event(_log, logging.WARNING, "restore.cast", saved=saved, live=live, tensors=count)
         plan = plan_read(checkpoint.layouts, targets.wants)
-        return fetch(checkpoint, plan, placer(targets.tensors), tiers=self._tiers)
+        written = TensorTargets(targets.tensors)
+        with self.agreement.together("index"):  # else a rank would wait for one that has given up
+            reader = Reader(checkpoint, plan, written, self._tiers)
+        with self.agreement.together("read"):
+            fetch_shared(reader, self.agreement, share=self.share_reads)
+        written.mark_written()
+        return reader.stats
 
     def _restore_rng(self, checkpoint: Checkpoint, saved: list[dict[str, Any]]) -> None:
         saved_world, first = checkpoint.manifest.world_size, saved[0]

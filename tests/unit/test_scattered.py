@@ -1,0 +1,60 @@
+"""A range of a file into pieces of memory, whatever their sizes and places."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from ckpt.digest import digest
+from ckpt.storage.scattered import PartsFiller, copy_into, read_parts_at
+
+_NBYTES = (3 << 20) + 517
+
+
+def _parts(sizes: list[int], shift: int) -> tuple[memoryview, list[memoryview]]:
+    """Memory that begins ``shift`` bytes behind a page border, and its parts."""
+    whole = memoryview(mmap.mmap(-1, sum(sizes) + 8192))[shift : shift + sum(sizes)]
+    parts, at = [], 0
+    for size in sizes:
+        parts.append(whole[at : at + size])
+        at += size
+    return whole, parts
+
+
+@pytest.mark.parametrize("shift", [0, 4, 31, 32, 100])
+@pytest.mark.parametrize("sizes", [[_NBYTES - 5], [1, 4096, 70, (2 << 20) + 3, 1 << 19, 5]])
+def test_what_is_read_and_its_digest_are_the_file_s(tmp_path: Path, shift: int, sizes: list[int]) -> None:
+    content = random.Random(shift).randbytes(_NBYTES)
+    (tmp_path / "file").write_bytes(content)
+    fd = os.open(tmp_path / "file", os.O_RDONLY)
+    try:
+        whole, parts = _parts(sizes, shift)
+        count, found = read_parts_at(fd, 5, parts)
+        wanted = content[5 : 5 + sum(sizes)]
+        assert count == len(wanted)
+        assert bytes(whole) == wanted
+        assert found == digest(wanted)
+        _, parts = _parts([_NBYTES, 10], shift)
+        assert read_parts_at(fd, 9, parts)[0] == _NBYTES - 9  # short at the end of the file
+    finally:
+        os.close(fd)
+
+
+def test_pieces_of_any_size_fill_parts_and_no_more() -> None:
+    data = random.Random(1).randbytes(1000)
+    whole, parts = _parts([10, 600, 390], 0)
+    filler = PartsFiller(parts)
+    for at in range(0, 1000, 77):
+        filler.feed(data[at : at + 77])
+    assert (bytes(whole), filler.nbytes, filler.digest()) == (data, 1000, digest(data))
+    with pytest.raises(ValueError, match="more bytes"):
+        filler.feed(b"x")
+    whole, parts = _parts([1, 999], 3)
+    copy_into(parts, data)
+    assert bytes(whole) == data
+    with pytest.raises(ValueError, match="999"):
+        copy_into(parts, data[1:])
