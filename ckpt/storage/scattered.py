@@ -16,9 +16,9 @@ __all__ = ["PartsFiller", "copy_into", "read_parts_at"]
 
 _BLOCK_NBYTES = 1 << 20  # read, then hashed: small enough to be still in the cache
 _PAGE = 4096
-# The kernel's copy is about three times slower where the destination is 1 to 31 bytes behind the source, counted
-# within a page. Measured with Linux 6.18 on AMD EPYC: 324 MiB out of the page cache in 145 ms instead of 42 ms of
-# CPU; by way of well-placed memory in 70. Why was not found.
+# The kernel's copy is about three times slower where the destination is 1 to 31 bytes behind the source,
+# counted within a page. Measured with Linux 6.18 on AMD EPYC: 324 MiB out of the page cache in 145 ms instead
+# of 42 ms of CPU; by way of well-placed memory in 70. Why was not found.
 _ALIASING = range(1, 32)
 
 
