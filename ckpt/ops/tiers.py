@@ -7,6 +7,7 @@ asked last. A tier is not trusted: who reads compares every chunk with its diges
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from typing import Protocol
 
