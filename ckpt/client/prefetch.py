@@ -19,7 +19,7 @@ from threading import Lock
 from ckpt.client.peer import PeerClient
 from ckpt.client.peer_tier import PeerTier
 from ckpt.client.replica import ReplicaClient
-from ckpt.digest import DIGEST_NBYTES, digest
+from ckpt.digest import DIGEST_NBYTES
 from ckpt.errors import CkptError, CorruptError, InvalidInputError, NotFoundError, UnavailableError
 from ckpt.events import event, get_logger
 from ckpt.format import keys
@@ -291,10 +291,10 @@ class _Prefetch:
         raw = memoryview(bytearray(stop - start))
         for tier in _tiers(having):
             try:
-                tier.read_into(raw, ident, rank, start)
+                found = tier.read_into([raw], ident, rank, start)
             except CkptError:
                 continue  # counted and reported there
-            if digest(raw) == index.chunks.digests[chunk * DIGEST_NBYTES : (chunk + 1) * DIGEST_NBYTES]:
+            if found == index.chunks.digests[chunk * DIGEST_NBYTES : (chunk + 1) * DIGEST_NBYTES]:
                 return PEER, raw
             event(
                 _log, logging.WARNING, "fetch.bad_copy", tier=PEER, checkpoint=ident, rank=rank, chunk=chunk

@@ -32,7 +32,7 @@ def read_all(staging: StagingDir) -> bytes:
     """Read the segment of rank 0 as a restore does."""
     path = staging.segment_path(KEY, ID, 0)
     data = bytearray(100)
-    LocalTier(staging, KEY).read_into(memoryview(data), ID, 0, 0)
+    LocalTier(staging, KEY).read_into([memoryview(data)], ID, 0, 0)
     os.close(open_own(staging.path, path))
     return bytes(data)
 
