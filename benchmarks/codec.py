@@ -25,7 +25,8 @@ _KINDS = ("weights", "exp_avg", "exp_avg_sq")
 
 def run(options: Options) -> Report:
     """One thread, every kind of tensor by itself and all together."""
-    steps = options.repeats(quick=2, full=150)
+    torch.set_num_threads(1)
+    steps = options.repeats(quick=2, full=60)
     pieces = trained_state(steps, dim=64 if options.quick else 256)
     raw = {kind: len(data) for kind, data in pieces.items()}
     report = Report(
@@ -48,7 +49,7 @@ def run(options: Options) -> Report:
 
 def trained_state(steps: int, *, dim: int) -> dict[str, bytes]:
     """Return the bytes of weights and moments of a GPT after ``steps`` steps on the example's text."""
-    stream = TextStream(seed=0, batch=8, context=64)
+    stream = TextStream(seed=0, batch=4, context=64)
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab=stream.vocab, dim=dim, heads=dim // 32, layers=6, hidden=4 * dim))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)

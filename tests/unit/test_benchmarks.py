@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import document
+from benchmarks import checksums, codec, document
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.accounting import Cost, Meter, PeakMemory, tree_cpu_s
 from benchmarks.contestant import ContestantError, Turn, rounds
@@ -226,3 +226,10 @@ def test_when_the_time_is_up_one_round_is_played_and_no_more() -> None:
     turns = rounds([player], Report("r", "c"), 3, len, time_is_up=options.time_is_up)
     assert len(turns["good"]) == 1
     assert not Options().time_is_up()
+
+
+def test_codec_and_checksums_measure_what_comes_back_whole() -> None:
+    options = Options(quick=True)
+    rows = {row.what: row for row in (*codec.run(options).rows, *checksums.run(options).rows)}
+    assert 0.5 < (rows["whole state: stored"].ratio or 0.0) < 1.0
+    assert rows["written with a checksum per chunk"].ratio is not None
