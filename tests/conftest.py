@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.support import reliability
 from tests.support.ceph import Radosgw, UnavailableHere, install
 from tests.support.s3 import Ministack, Rclone
 
 _NO_RADOSGW = "radosgw: "
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    reliability.add_option(parser)
+
+
+@pytest.fixture
+def record_fault(request: pytest.FixtureRequest) -> reliability.Recorder:
+    """Note a fault and its outcome for docs/reliability.md; see tests.support.reliability."""
+    return reliability.recorder(request)
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +56,10 @@ def radosgw() -> Iterator[Radosgw]:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
 ) -> None:
-    del exitstatus, config
+    del exitstatus
+    if path := config.getoption("--reliability-report"):
+        stats = terminalreporter.stats
+        reliability.write_report(Path(path), [*stats.get("passed", []), *stats.get("failed", [])])
     # From the reports, which also come from other processes where several run tests.
     for report in terminalreporter.stats.get("skipped", []):
         _, _, reason = (

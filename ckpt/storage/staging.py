@@ -30,7 +30,7 @@ from ckpt.format.envelope import Kind, open_envelope, open_message, seal_message
 from ckpt.format.ids import CheckpointId
 from ckpt.format.limits import MALFORMED, load_json
 from ckpt.format.peer import PeerNode
-from ckpt.storage.durable import fsync_dir, os_error, write_durably
+from ckpt.storage.durable import TEMP_PREFIX, fsync_dir, make_dirs, os_error, write_durably
 from ckpt.storage.own_file import check_own_directory, open_own
 from ckpt_proto.v1 import disk_pb2, staging_pb2
 
@@ -187,9 +187,12 @@ class StagingDir:
             InvalidInputError: code "staging-unsafe": others can write in it.
         """
         with os_errors("the staging directory cannot be created", path=self.path):
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_dirs(self.path.parent)
+            self._make_durable_dir(self.path)
             check_own_directory(self.path)
-            (self.path / "runs").mkdir(mode=0o700, exist_ok=True)
+            self._make_durable_dir(self.path / "runs")
+            with contextlib.suppress(UnavailableError):  # a parent that we may not read was not made by us
+                fsync_dir(self.path.parent)  # a trainer may have made the directory; it waits for no disk
         self.token()
         return self
 
@@ -199,7 +202,7 @@ class StagingDir:
         with os_errors("the staging directory has no token and none can be created", path=path):
             with contextlib.suppress(FileNotFoundError):
                 return path.read_bytes()
-            own = path.with_name(f"token.{random_bytes(8).hex()}.tmp")
+            own = path.with_name(f"{TEMP_PREFIX}{random_bytes(12).hex()}")
             write_durably(own, random_bytes(16).hex().encode())
             # A link, not a rename: of two processes that start together one wins and both read its token.
             with contextlib.suppress(FileExistsError):

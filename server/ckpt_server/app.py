@@ -18,6 +18,7 @@ from ckpt.errors import CkptError, UnavailableError
 from ckpt.events import event, get_logger
 from ckpt.rpc.channel import MAX_MESSAGE_NBYTES, MAX_REQUEST_NBYTES
 from ckpt.storage.durable import write_durably
+from ckpt.storage.leftovers import LEFTOVER_S, sweep_leftovers
 from ckpt.storage.peerfile import write_peer_file
 from ckpt.storage.spares import drop_spares
 from ckpt.storage.staging import StagingDir, os_errors
@@ -137,6 +138,8 @@ class App:
     def start(self) -> None:
         """Find pending work, bind, serve, and write server.json. Raises CkptError."""
         self._staging.ensure()
+        for place in (self._staging, self._replicas.files):
+            sweep_leftovers(place, before=self._clock.now() - LEFTOVER_S)
         metrics = self._metrics.start()
         self._scan()
         servers = self._make_servers()
