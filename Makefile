@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 PROTO_VENV := .venv-proto
+BENCH_VENV := .venv-bench
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
@@ -14,7 +15,7 @@ help:
 	@echo "make test-fast  unit and property tests only"
 	@echo "make lint       style, types, layer contract"
 	@echo "make proto      generate the protobuf code again"
-	@echo "make bench      measure, next to the limits of this machine"
+	@echo "make bench      measure, next to the limits of this machine and other libraries"
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -25,6 +26,16 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 $(PROTO_VENV)/.ready: requirements-proto.txt
 	$(PYTHON) -m venv $(PROTO_VENV)
 	$(PROTO_VENV)/bin/python -m pip install -qq --disable-pip-version-check -r requirements-proto.txt
+	touch $@
+
+# The libraries that are measured beside ours have an environment of their own. The wheel of NVRx is for another Python;
+# the part that is measured is pure Python and is kept apart, without its dependencies. Where it cannot be had, its row
+# says "not installed".
+$(BENCH_VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(BENCH_VENV)
+	$(BENCH_VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[torch,test,demo,bench]'
+	$(BENCH_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps --only-binary=:all: \
+	  --python-version 3.12 --platform manylinux_2_39_x86_64 --target $(BENCH_VENV)/nvrx nvidia-resiliency-ext==0.7.0 || true
 	touch $@
 
 demo: $(VENV)/.ready
@@ -46,8 +57,8 @@ lint: $(VENV)/.ready
 proto: $(PROTO_VENV)/.ready
 	$(PROTO_VENV)/bin/python proto/generate.py
 
-bench: $(VENV)/.ready
-	$(RUN) -m benchmarks
+bench: $(BENCH_VENV)/.ready
+	$(BENCH_VENV)/bin/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) $(PROTO_VENV) .cache build *.egg-info demo-out
+	rm -rf $(VENV) $(PROTO_VENV) $(BENCH_VENV) .cache build *.egg-info demo-out
