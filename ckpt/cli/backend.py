@@ -14,7 +14,7 @@ from ckpt.errors import CkptError, InvalidInputError
 
 if TYPE_CHECKING:
     from ckpt.cli.options import ServerOptions, StoreOptions
-    from ckpt.cli.records import Details, Listing, Policy, PrunePlan, RunRow, Shown, Sweep, Verified
+    from ckpt.cli.records import Details, Listing, Policy, PrunePlan, Repair, RunRow, Shown, Sweep, Verified
 
 __all__ = ["Backend", "OnBytes", "OnDeleted", "OnSwept", "open_backend", "read_token"]
 
@@ -49,6 +49,10 @@ class Backend(Protocol):
 
     def verify(self, url: str, checkpoint: str, *, deep: bool, on_bytes: OnBytes) -> Verified:
         """Check one checkpoint; damage is returned, not raised."""
+        ...
+
+    def repair(self, url: str, checkpoint: str, *, peers: Sequence[str], dry_run: bool) -> Repair:
+        """Put again what is damaged of one checkpoint; what cannot be is returned, not raised."""
         ...
 
     def plan_prune(self, url: str, policy: Policy) -> PrunePlan:

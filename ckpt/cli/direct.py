@@ -13,8 +13,10 @@ from ckpt.cli.describe import describe, details_of, problem_of
 from ckpt.cli.records import (
     Details,
     Listing,
+    MendedRow,
     Policy,
     PrunePlan,
+    Repair,
     Row,
     RunRow,
     Shown,
@@ -130,6 +132,27 @@ class DirectBackend:
         except CorruptError as error:  # not even the manifest or the layouts can be read
             found = [error]
         return Verified(checkpoint=str(ident), checked_nbytes=checked, problems=list(map(problem_of, found)))
+
+    def repair(self, url: str, checkpoint: str, *, peers: Sequence[str], dry_run: bool) -> Repair:
+        # Here: it loads gRPC, which no other command needs where the store is opened directly.
+        from ckpt.client.repair import repair
+        from ckpt.rpc.access import PeerAccess
+
+        store = self._store(url)
+        ident = resolve(store, checkpoint)
+        access = PeerAccess.from_environment()
+        found = repair(
+            store, ident, self._staging, keys.run_key(url), peers=peers, access=access, dry_run=dry_run
+        )
+        return Repair(
+            checkpoint=str(ident),
+            mended=[
+                MendedRow(key=one.key, code=one.code, sources=dict(one.sources))
+                for one in found.report.mended
+            ],
+            left=list(map(problem_of, found.report.left)),
+            unreachable={target: problem_of(error) for target, error in found.unreachable.items()},
+        )
 
     def plan_prune(self, url: str, policy: Policy) -> PrunePlan:
         from ckpt.ops.prune import execute_prune, plan_deletion, plan_retention

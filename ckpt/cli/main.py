@@ -20,6 +20,7 @@ from ckpt.cli.pins import pin_command, unpin_command
 from ckpt.cli.prefetch import prefetch_command
 from ckpt.cli.prune import prune_command
 from ckpt.cli.recovery import recovery_command
+from ckpt.cli.repair import repair_command
 from ckpt.cli.serve import serve_command, status_command
 from ckpt.cli.show import show_command
 from ckpt.cli.sweep import sweep_command
@@ -27,7 +28,7 @@ from ckpt.cli.verify import verify_command
 
 __all__ = ["app", "run"]
 
-_HELP = """Checkpoints of training runs: list, inspect, compare, verify, pin, prune, serve.
+_HELP = """Checkpoints of training runs: list, inspect, compare, verify, repair, pin, prune, serve.
 
 Exit codes: 0 done, 1 failed (diff: different), 2 usage, 3 not found, 4 damaged, 5 refused (it would
 lose data), 6 ranks hang or are gone (health)."""
@@ -60,6 +61,7 @@ app.command("list")(command(list_command))
 app.command("show")(command(show_command))
 app.command("diff")(command(diff_command))
 app.command("verify")(command(verify_command))
+app.command("repair")(command(repair_command))
 app.command("prune")(command(prune_command))
 app.command("sweep")(command(sweep_command))
 app.command("pin")(command(pin_command))

@@ -70,7 +70,7 @@ _HINTS_BY_CODE: dict[str, str] = {
     "latest-damaged": "`ckpt verify URL` shows the damage; restore or train past it before pruning",
 }
 _HINTS: dict[type[CkptError], str] = {
-    CorruptError: "`ckpt verify URL --all --deep` shows all damage; restore from an older checkpoint",
+    CorruptError: "`ckpt verify URL --all --deep` shows all damage, `ckpt repair URL` mends it from nodes",
     UnavailableError: "check endpoint, credentials and network, then try again",
     TimeoutExceededError: "see whether the server is alive (`ckpt status`), then try again",
 }

@@ -8,15 +8,18 @@ times in Unix seconds, contexts of problems as text. Only the standard library i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 __all__ = [
     "Details",
     "Listing",
+    "MendedRow",
     "MeshRow",
     "Policy",
     "Problem",
     "PrunePlan",
+    "Repair",
     "Row",
     "RunRow",
     "SegmentRow",
@@ -183,6 +186,42 @@ class Verified:
     checkpoint: str
     checked_nbytes: int
     problems: list[Problem]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MendedRow:
+    """An object, or a copy on the node (its path), that was damaged and is good again.
+
+    Attributes:
+        key: which.
+        code: what was wrong.
+        sources: how many chunks came from which tier; "remote" were good in the object itself.
+    """
+
+    key: str
+    code: str
+    sources: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repair:
+    """Outcome of a repair (of a dry run: what it would be).
+
+    Attributes:
+        checkpoint: which.
+        mended: what is good again.
+        left: what is still damaged.
+        unreachable: peers that did not answer.
+    """
+
+    checkpoint: str
+    mended: list[MendedRow]
+    left: list[Problem]
+    unreachable: Mapping[str, Problem]
+
+    def document(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,10 @@ from ckpt.cli.describe import describe, details_of, problem_of
 from ckpt.cli.records import (
     Details,
     Listing,
+    MendedRow,
     Policy,
     PrunePlan,
+    Repair,
     Row,
     RunRow,
     Shown,
@@ -84,6 +86,17 @@ class RemoteBackend:
             if message.total_bytes:
                 on_bytes(checked, message.total_bytes)
         return Verified(checkpoint=ident, checked_nbytes=checked, problems=list(map(problem_of, problems)))
+
+    def repair(self, url: str, checkpoint: str, *, peers: Sequence[str], dry_run: bool) -> Repair:
+        reply = self._client.repair(url, checkpoint, peers=peers, dry_run=dry_run)
+        return Repair(
+            checkpoint=str(CheckpointId.from_proto(reply.id)),
+            mended=[MendedRow(key=one.key, code=one.code, sources=dict(one.sources)) for one in reply.mended],
+            left=[problem_of(error_from_info(info)) for info in reply.problems],
+            unreachable={
+                target: problem_of(error_from_info(info)) for target, info in reply.unreachable.items()
+            },
+        )
 
     def plan_prune(self, url: str, policy: Policy) -> PrunePlan:
         reply = self._client.prune(

@@ -13,7 +13,7 @@ __all__ = ["CatalogClient"]
 
 
 class CatalogClient(Client):
-    """Lists, pins, prunes, sweeps and verifies through a server. Thread-safe; every call has a deadline.
+    """Lists, pins, prunes, sweeps, verifies, repairs through a server. Thread-safe; calls have deadlines.
 
     Args:
         target: ``unix:/path`` or ``host:port``.
@@ -94,6 +94,20 @@ class CatalogClient(Client):
         """
         request = catalog_pb2.SweepRequest(url=url, older_than_s=older_than_s, dry_run=dry_run, force=force)
         return self._connection.stream(self._stub.Sweep, request, timeout_s=24 * 3600.0)
+
+    def repair(
+        self, url: str, checkpoint: str = "latest", *, peers: Sequence[str] = (), dry_run: bool = False
+    ) -> catalog_pb2.RepairResponse:
+        """Put again what is damaged of a checkpoint; ``peers`` are asked from the server's node.
+
+        Raises:
+            NotFoundError: no such checkpoint, or it was pruned meanwhile.
+        """
+        request = catalog_pb2.RepairRequest(url=url, checkpoint=checkpoint, peers=peers, dry_run=dry_run)
+        reply: catalog_pb2.RepairResponse = self._connection.call(
+            self._stub.Repair, request, timeout_s=24 * 3600.0
+        )
+        return reply
 
     def verify(
         self, url: str, checkpoint: str = "latest", *, deep: bool = False, timeout_s: float = 24 * 3600.0

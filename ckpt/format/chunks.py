@@ -121,12 +121,20 @@ def object_extents(table: disk_pb2.ChunkTable, nbytes: int) -> dict[str, int]:
     An object of the segment itself ends there; one of another checkpoint may be longer.
 
     Args:
-        table: as the store has it, well-formed.
+        table: as the store has it.
         nbytes: raw size of the segment.
+
+    Raises:
+        CorruptError: code "chunk-table": its lists do not fit together.
     """
     count = len(table.digests) // DIGEST_NBYTES
     if not (table.objects or table.offsets or table.stored_nbytes):
         return dict.fromkeys(table.object_keys, nbytes)
+    lists = (table.objects, table.offsets, table.stored_nbytes)
+    if any(len(numbers) not in (0, count) for numbers in lists) or any(
+        owner >= len(table.object_keys) for owner in table.objects or ((0,) if count else ())
+    ):
+        raise CorruptError("chunk table is malformed", code="chunk-table")
     ends = [0] * len(table.object_keys)
     for i in range(count):
         start = i * table.chunk_nbytes

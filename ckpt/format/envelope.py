@@ -76,13 +76,14 @@ def envelope_nbytes(head: Buffer, *, where: str) -> int:
     return HEAD_NBYTES + int(length) + DIGEST_NBYTES
 
 
-def open_envelope(kind: Kind, data: Buffer, *, where: str) -> memoryview:
+def open_envelope(kind: Kind, data: Buffer, *, where: str, more: bool = False) -> memoryview:
     """Return the payload of the envelope at the start of ``data`` after checking all of it.
 
     Args:
         kind: what is expected.
-        data: at least the whole envelope; bytes after it are left alone.
+        data: the whole envelope.
         where: key or path, for the error.
+        more: bytes may follow; they are left alone. Only in a group index do they.
 
     Raises:
         CorruptError: magic, version, kind, length or digest is wrong.
@@ -92,6 +93,14 @@ def open_envelope(kind: Kind, data: Buffer, *, where: str) -> memoryview:
     if len(view) < total:
         raise CorruptError(
             "file is cut short", code="truncated", where=where, nbytes=len(view), expected=total
+        )
+    if len(view) > total and not more:
+        raise CorruptError(
+            "bytes follow the end of the file's content",
+            code="trailing",
+            where=where,
+            nbytes=len(view),
+            expected=total,
         )
     if view[5] != kind:
         raise CorruptError(

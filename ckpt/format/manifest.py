@@ -200,7 +200,7 @@ def encode_group_index(header: disk_pb2.GroupHeader, segments: Sequence[disk_pb2
 
 def parse_group_index(data: Buffer, *, key: str) -> GroupIndex:
     """Parse the header at the start of ``data`` (at least the whole header envelope). Raises CorruptError."""
-    payload = open_envelope(Kind.GROUP_INDEX, data, where=key)
+    payload = open_envelope(Kind.GROUP_INDEX, data, where=key, more=True)
     try:
         header = disk_pb2.GroupHeader.FromString(bytes(payload))
     except DecodeError as error:

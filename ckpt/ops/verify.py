@@ -29,6 +29,7 @@ from ckpt.format.segment import read_safetensors_header
 from ckpt.format.summaries import Summaries
 from ckpt.ops.checkpoint import Checkpoint
 from ckpt.ops.groups import list_groups, read_group_header, read_layout, read_segment_index
+from ckpt.ops.records import check_records
 from ckpt.plan.save import plan_save
 from ckpt.storage.base import Store
 from ckpt_proto.v1 import disk_pb2
@@ -69,7 +70,7 @@ def verify_deep(
     """Check as :func:`verify_quick`, then read every chunk and compare it with its digest.
 
     Also compared: the arrays in each segment with what the layout says that rank stores, and with the
-    segment's own safetensors header.
+    segment's own safetensors header. And read are the records beside it: its attempt, what it borrowed.
 
     Args:
         checkpoint: from ``load_checkpoint``.
@@ -81,6 +82,7 @@ def verify_deep(
     """
     problems, groups, layouts = _check_structure(checkpoint)
     problems += check_objects(checkpoint.store, groups)
+    problems += check_records(checkpoint.store, checkpoint.manifest)
     report = on_problem or (lambda _: None)
     for problem in problems:
         report(problem)

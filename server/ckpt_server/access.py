@@ -96,6 +96,11 @@ def _delete_scope(request: Any, _: StagingDir) -> Scope:
     return Scope.READ if request.dry_run else Scope.ADMIN
 
 
+def _repair_scope(request: Any, _: StagingDir) -> Scope:
+    """Whoever names nodes to ask has the server's own token sent there."""
+    return Scope.READ if request.dry_run and not request.peers else Scope.ADMIN
+
+
 def _register_scope(request: Any, staging: StagingDir) -> Scope:
     """Store options say where the server's credentials go to: who sets others must be trusted with them."""
     wanted = RunConfig.from_proto(request.config)
@@ -124,6 +129,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         "/ckpt.v1.Catalog/Prune": _method(_R, scope_of=_delete_scope),
         "/ckpt.v1.Catalog/Sweep": _method(_R, scope_of=_delete_scope),
         "/ckpt.v1.Catalog/Verify": _method(_R),
+        "/ckpt.v1.Catalog/Repair": _method(_R, scope_of=_repair_scope),
         "/ckpt.v1.Restore/GetIndex": _method(_R),
         "/ckpt.v1.Peer/Have": _method(_R, _P, run=_if_known),
         "/ckpt.v1.Peer/GetSegment": _method(_R, _P, run=_by_run_key),

@@ -238,7 +238,12 @@ class App:
             on_greet=self._keeper.greeted,
         )
         restore = RestoreService(staging=self._staging, checkpoints=checkpoints)
-        catalog = CatalogService(staging=self._staging, runs=self._runs, checkpoints=checkpoints)
+        catalog = CatalogService(
+            staging=self._staging,
+            runs=self._runs,
+            checkpoints=checkpoints,
+            access=self._settings.peer_access,
+        )
         peer = PeerService(staging=self._staging)
         servers = []
         for pool, interceptors in zip(self._pools, chains, strict=False):

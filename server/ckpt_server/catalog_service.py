@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import grpc
 
+from ckpt.client.repair import repair
 from ckpt.errors import CorruptError, InvalidInputError
 from ckpt.format import keys
 from ckpt.format.ids import CheckpointId
@@ -23,6 +24,7 @@ from ckpt.ops.catalog import (
 from ckpt.ops.pins import is_pinned, list_pins, pin, unpin
 from ckpt.ops.prune import execute_prune, plan_deletion, plan_retention
 from ckpt.ops.sweep import check_grace, sweep, sweep_uploads
+from ckpt.rpc.access import PeerAccess
 from ckpt.storage.base import Store
 from ckpt.storage.open import open_store
 from ckpt.storage.staging import StagingDir
@@ -40,7 +42,10 @@ _PAGE_SIZE_MOST = 10_000
 class CatalogService(catalog_pb2_grpc.CatalogServicer):
     """Thread-safe. Every listing and every "latest" goes through ckpt.ops.catalog."""
 
-    def __init__(self, *, staging: StagingDir, runs: Runs, checkpoints: Checkpoints) -> None:
+    def __init__(
+        self, *, staging: StagingDir, runs: Runs, checkpoints: Checkpoints, access: PeerAccess
+    ) -> None:
+        self._access = access
         self._staging = staging
         self._runs = runs
         self._checkpoints = checkpoints
@@ -141,6 +146,30 @@ class CatalogService(catalog_pb2_grpc.CatalogServicer):
             yield from verification(checkpoint, deep=request.deep, is_active=context.is_active)
         except CorruptError as error:  # not even the manifest or the layouts can be read
             yield catalog_pb2.VerifyProgress(id=ident.to_proto(), problems=[error_to_info(error)], done=True)
+
+    def Repair(
+        self, request: catalog_pb2.RepairRequest, context: grpc.ServicerContext
+    ) -> catalog_pb2.RepairResponse:
+        store = self._runs.store_for(request.url)
+        ident = resolve(store, request.checkpoint or "latest")
+        found = repair(
+            store,
+            ident,
+            self._staging,
+            keys.run_key(request.url),
+            peers=request.peers,
+            access=self._access,
+            dry_run=request.dry_run,
+        )
+        return catalog_pb2.RepairResponse(
+            id=ident.to_proto(),
+            mended=[
+                catalog_pb2.MendedObject(key=one.key, code=one.code, sources=one.sources)
+                for one in found.report.mended
+            ],
+            problems=list(map(error_to_info, found.report.left)),
+            unreachable={target: error_to_info(error) for target, error in found.unreachable.items()},
+        )
 
     def _copies(self, url: str, ident: CheckpointId) -> list[catalog_pb2.LocalCopy]:
         run_key = keys.run_key(url)

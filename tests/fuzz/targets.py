@@ -232,7 +232,7 @@ _indexes = list(_built.segments.values())
 def _group_seed() -> bytes:
     return bytes(
         envelope.open_envelope(
-            Kind.GROUP_INDEX, encode_group_index(group_header(_indexes), _indexes), where="seed"
+            Kind.GROUP_INDEX, encode_group_index(group_header(_indexes), _indexes), where="seed", more=True
         )
     )
 

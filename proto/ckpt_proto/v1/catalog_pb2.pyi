@@ -186,3 +186,51 @@ class VerifyProgress(_message.Message):
     problems: _containers.RepeatedCompositeFieldContainer[_common_pb2.ErrorInfo]
     done: bool
     def __init__(self, id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., checked_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., checked_chunks: _Optional[int] = ..., problems: _Optional[_Iterable[_Union[_common_pb2.ErrorInfo, _Mapping]]] = ..., done: bool = ...) -> None: ...
+
+class RepairRequest(_message.Message):
+    __slots__ = ("url", "checkpoint", "dry_run", "peers")
+    URL_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    url: str
+    checkpoint: str
+    dry_run: bool
+    peers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, url: _Optional[str] = ..., checkpoint: _Optional[str] = ..., dry_run: bool = ..., peers: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class MendedObject(_message.Message):
+    __slots__ = ("key", "code", "sources")
+    class SourcesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    code: str
+    sources: _containers.ScalarMap[str, int]
+    def __init__(self, key: _Optional[str] = ..., code: _Optional[str] = ..., sources: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class RepairResponse(_message.Message):
+    __slots__ = ("id", "mended", "problems", "unreachable")
+    class UnreachableEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: _common_pb2.ErrorInfo
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[_common_pb2.ErrorInfo, _Mapping]] = ...) -> None: ...
+    ID_FIELD_NUMBER: _ClassVar[int]
+    MENDED_FIELD_NUMBER: _ClassVar[int]
+    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
+    id: _common_pb2.CheckpointId
+    mended: _containers.RepeatedCompositeFieldContainer[MendedObject]
+    problems: _containers.RepeatedCompositeFieldContainer[_common_pb2.ErrorInfo]
+    unreachable: _containers.MessageMap[str, _common_pb2.ErrorInfo]
+    def __init__(self, id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., mended: _Optional[_Iterable[_Union[MendedObject, _Mapping]]] = ..., problems: _Optional[_Iterable[_Union[_common_pb2.ErrorInfo, _Mapping]]] = ..., unreachable: _Optional[_Mapping[str, _common_pb2.ErrorInfo]] = ...) -> None: ...

@@ -69,6 +69,11 @@ class CatalogStub(object):
                 request_serializer=ckpt__proto_dot_v1_dot_catalog__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=ckpt__proto_dot_v1_dot_catalog__pb2.VerifyProgress.FromString,
                 _registered_method=True)
+        self.Repair = channel.unary_unary(
+                '/ckpt.v1.Catalog/Repair',
+                request_serializer=ckpt__proto_dot_v1_dot_catalog__pb2.RepairRequest.SerializeToString,
+                response_deserializer=ckpt__proto_dot_v1_dot_catalog__pb2.RepairResponse.FromString,
+                _registered_method=True)
 
 
 class CatalogServicer(object):
@@ -123,6 +128,14 @@ class CatalogServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Repair(self, request, context):
+        """Puts again what is damaged of a checkpoint, from copies on this node and on others, and replaces damaged
+        copies on this node. What cannot be mended is in the reply. Errors: NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CatalogServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -160,6 +173,11 @@ def add_CatalogServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=ckpt__proto_dot_v1_dot_catalog__pb2.VerifyRequest.FromString,
                     response_serializer=ckpt__proto_dot_v1_dot_catalog__pb2.VerifyProgress.SerializeToString,
+            ),
+            'Repair': grpc.unary_unary_rpc_method_handler(
+                    servicer.Repair,
+                    request_deserializer=ckpt__proto_dot_v1_dot_catalog__pb2.RepairRequest.FromString,
+                    response_serializer=ckpt__proto_dot_v1_dot_catalog__pb2.RepairResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -351,6 +369,33 @@ class Catalog(object):
             '/ckpt.v1.Catalog/Verify',
             ckpt__proto_dot_v1_dot_catalog__pb2.VerifyRequest.SerializeToString,
             ckpt__proto_dot_v1_dot_catalog__pb2.VerifyProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Repair(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ckpt.v1.Catalog/Repair',
+            ckpt__proto_dot_v1_dot_catalog__pb2.RepairRequest.SerializeToString,
+            ckpt__proto_dot_v1_dot_catalog__pb2.RepairResponse.FromString,
             options,
             channel_credentials,
             insecure,
