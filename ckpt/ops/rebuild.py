@@ -220,7 +220,7 @@ class Rebuilder:
             for tier in self._copies.tiers(ident):
                 data = memoryview(bytearray(chunk.raw_nbytes))
                 try:
-                    tier.read_into(data, ident, rank, start)
+                    tier.read_into([data], ident, rank, start)
                 except CkptError:
                     continue  # the next one may have it
                 if digest(data) == chunk.digest:

@@ -108,7 +108,7 @@ def _problem(
         start, stop = chunk_range(number, committed.nbytes, committed.chunks.chunk_nbytes)
         data = memoryview(bytearray(stop - start))
         try:
-            tier.read_into(data, ident, rank, start)
+            tier.read_into([data], ident, rank, start)
         except CkptError as error:
             return CorruptError("the segment file cannot be read", code="unreadable", reason=error)
         if digest(data) != committed.chunks.digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES]:
