@@ -3,7 +3,7 @@
 bytes      content
 [0, 8)     n, little-endian: length of the JSON text
 [8, 8 + n) JSON object, padded with spaces so that 8 + n is a multiple of DATA_ALIGN
-[8 + n, )  the arrays, tightly packed, in descending order of item size, then by name
+[8 + n, )  the arrays, tightly packed: what seldom changes first, then by item size, descending, then by name
 
 Chunk i covers the bytes [i * CHUNK_NBYTES, (i + 1) * CHUNK_NBYTES) of the whole file, header included.
 Every array begins at a multiple of its item size, so no element straddles two chunks.
@@ -16,6 +16,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 from ckpt import dtypes
 from ckpt.digest import Buffer
@@ -27,6 +28,7 @@ __all__ = [
     "DATA_ALIGN",
     "MAX_HEADER_NBYTES",
     "ArrayHead",
+    "Change",
     "PlacedArray",
     "chunk_count",
     "chunk_range",
@@ -40,15 +42,33 @@ DATA_ALIGN = 4096
 MAX_HEADER_NBYTES = 100_000_000
 _METADATA = "__metadata__"
 _LENGTH = struct.Struct("<Q")
+# Spaces at the end of the header may take so much of what seldom changes, to end that at a chunk border.
+_PADDING_SHARE = 16
+
+
+class Change(IntEnum):
+    """How often an array is expected to differ between two checkpoints of one run.
+
+    Only whole chunks can be borrowed from the checkpoint before, so what changes is kept out of the chunks of
+    what does not. A wrong guess costs nothing but that.
+    """
+
+    SELDOM = 0
+    """Frozen weights."""
+    UNKNOWN = 1
+    """Buffers: running statistics at every step, tables and quantized weights never."""
+    ALWAYS = 2
+    """Whatever training works on."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayHead:
-    """An array that is to be stored: FQN, dtype (torch's name) and local shape in elements."""
+    """An array that is to be stored: FQN, dtype (torch's name), local shape in elements, expected change."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    change: Change = Change.ALWAYS
 
     @property
     def nbytes(self) -> int:
@@ -95,7 +115,7 @@ def lay_out_segment(arrays: Sequence[ArrayHead]) -> tuple[bytes, list[PlacedArra
         InvalidInputError: a name that safetensors cannot hold, or that occurs twice; an unknown dtype;
             an array without elements; more names than a safetensors header can hold.
     """
-    ordered = sorted(arrays, key=lambda item: (-dtypes.itemsize(item.dtype), item.name))
+    ordered, quiet_nbytes = _in_order(arrays)
     entries: dict[str, object] = {_METADATA: {"format": "pt"}}
     offset = 0
     spans: list[tuple[int, int]] = []
@@ -108,12 +128,27 @@ def lay_out_segment(arrays: Sequence[ArrayHead]) -> tuple[bytes, list[PlacedArra
         entries[item.name] = _entry(item, offset, nbytes)
         spans.append((offset, nbytes))
         offset += nbytes
-    header = _pad(entries)
+    header = _pad(entries, quiet_nbytes)
     placed = [
         PlacedArray(item, len(header) + start, nbytes)
         for item, (start, nbytes) in zip(ordered, spans, strict=True)
     ]
     return header, placed, len(header) + offset
+
+
+def _in_order(arrays: Sequence[ArrayHead]) -> tuple[list[ArrayHead], int]:
+    """Return the arrays in file order, and the bytes of those before the first that changes always (0: none
+    are, or the two kinds are mixed).
+    """
+    ordered = sorted(arrays, key=lambda item: (item.change, -dtypes.itemsize(item.dtype), item.name))
+    position = quiet_nbytes = 0
+    for item in ordered:
+        if position % dtypes.itemsize(item.dtype):  # an odd number of bytes before larger items
+            return sorted(arrays, key=lambda item: (-dtypes.itemsize(item.dtype), item.change, item.name)), 0
+        position += item.nbytes
+        if item.change is not Change.ALWAYS:
+            quiet_nbytes = position
+    return ordered, 0 if quiet_nbytes == position else quiet_nbytes
 
 
 def _entry(item: ArrayHead, start: int, nbytes: int) -> dict[str, object]:
@@ -122,7 +157,8 @@ def _entry(item: ArrayHead, start: int, nbytes: int) -> dict[str, object]:
     return {"dtype": stored or "U8", "shape": shape, "data_offsets": [start, start + nbytes]}
 
 
-def _pad(entries: dict[str, object]) -> bytes:
+def _pad(entries: dict[str, object], quiet_nbytes: int) -> bytes:
+    """The header; where that is cheap, so long that the arrays that always change begin with a chunk."""
     try:
         text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError as error:  # a lone surrogate
@@ -135,6 +171,11 @@ def _pad(entries: dict[str, object]) -> bytes:
             nbytes=total,
             limit=MAX_HEADER_NBYTES,
         )
+    if quiet_nbytes:
+        # To within DATA_ALIGN: the few bytes left over are re-sent with the chunk they lie in.
+        gap = -(total + quiet_nbytes // DATA_ALIGN * DATA_ALIGN) % CHUNK_NBYTES
+        if gap * _PADDING_SHARE <= quiet_nbytes and total + gap - _LENGTH.size <= MAX_HEADER_NBYTES:
+            total += gap
     return _LENGTH.pack(total - _LENGTH.size) + text.ljust(total - _LENGTH.size)
 
 

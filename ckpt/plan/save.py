@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ckpt.format.layout import TensorLayout, owned_stripe
-from ckpt.format.segment import ArrayHead, lay_out_segment
+from ckpt.format.segment import ArrayHead, Change, lay_out_segment
 from ckpt.geometry import Region, Shape
 from ckpt_proto.v1 import disk_pb2
 
@@ -66,13 +66,17 @@ class SavePlan:
         ]
 
 
-def plan_save(layouts: Iterable[TensorLayout], rank: int) -> SavePlan:
+def plan_save(
+    layouts: Iterable[TensorLayout], rank: int, changes: Mapping[str, Change] | None = None
+) -> SavePlan:
     """Return what ``rank`` stores; the plans of all ranks cover every element exactly once.
 
     Args:
         layouts: of every tensor, e.g. ``layout_set.values()``. Tensors on meshes without this rank and
             empty shares are left out.
         rank: global rank.
+        changes: how often tensors change, by name; those that are not in it always do. Decides on the order
+            alone.
 
     Raises:
         InvalidInputError: a tensor cannot be stored in a safetensors file (its name), code "segment".
@@ -83,7 +87,8 @@ def plan_save(layouts: Iterable[TensorLayout], rank: int) -> SavePlan:
         stripe = owned_stripe(layout, rank)
         if stripe is not None:
             stripes[layout.name] = stripe
-            heads.append(ArrayHead(layout.name, layout.dtype, stripe.region.shape))
+            change = (changes or {}).get(layout.name, Change.ALWAYS)
+            heads.append(ArrayHead(layout.name, layout.dtype, stripe.region.shape, change))
     header, placed, nbytes = lay_out_segment(heads)
     arrays = tuple(
         StoredArray(

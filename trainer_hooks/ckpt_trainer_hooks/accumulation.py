@@ -15,6 +15,7 @@ import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -25,8 +26,8 @@ from ckpt.format.ids import CheckpointId
 from ckpt_trainer_hooks.gradients import GradientState, clear_gradients
 from ckpt_trainer_hooks.handle import SaveHandle
 from ckpt_trainer_hooks.layout import Placed
+from ckpt_trainer_hooks.leaves import FlatState, Leaf
 from ckpt_trainer_hooks.options import check_choice
-from ckpt_trainer_hooks.state import FlatState, Leaf
 
 __all__ = ["GRADIENTS_ITEM", "Accumulation", "AccumulationPolicy"]
 
@@ -224,7 +225,7 @@ class Accumulation:
 
 
 def _copied(leaf: Leaf) -> Leaf:
-    return Leaf(Placed(leaf.placed.layout, leaf.placed.local.clone()), deferred=False, agreed=leaf.agreed)
+    return replace(leaf, placed=Placed(leaf.placed.layout, leaf.placed.local.clone()), deferred=False)
 
 
 def _follow(follower: Future[None], leader: Future[None]) -> None:

@@ -12,8 +12,8 @@ from ckpt.format.audit import AUDIT_DIGEST_NBYTES, audited_stripe
 from ckpt.format.layout import replication
 from ckpt_proto.v1 import disk_pb2
 from ckpt_trainer_hooks.arena import Arena
+from ckpt_trainer_hooks.leaves import Leaf
 from ckpt_trainer_hooks.snapshot import SnapshotPlan
-from ckpt_trainer_hooks.state import Leaf
 
 __all__ = ["Audit"]
 

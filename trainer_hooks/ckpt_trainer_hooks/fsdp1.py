@@ -111,7 +111,9 @@ class _ModuleView(torch.nn.Module):
     def pull(self) -> None:
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-        parameters = set(parameter_names({MODEL_ITEM: self.live}).values())
+        names = parameter_names({MODEL_ITEM: self.live})
+        parameters = set(names.values())
+        trained = {names[id(p)] for p in self.live.parameters() if p.requires_grad}
         self._modules.clear()
         self._parameters.clear()
         self._buffers.clear()
@@ -120,9 +122,12 @@ class _ModuleView(torch.nn.Module):
                 raise InvalidInputError("extra state inside FSDP1 cannot be checkpointed", entry=fqn)
             if fqn in parameters and as_dtensor(value) is None:
                 raise InvalidInputError("FSDP1 gives no DTensor for a parameter", tensor=fqn)
-            self._put(fqn, value.detach().clone(), is_parameter=fqn in parameters)
+            found = value.detach().clone()
+            if fqn in parameters:
+                found = torch.nn.Parameter(found, requires_grad=fqn in trained)
+            self._put(fqn, found)
 
-    def _put(self, fqn: str, value: torch.Tensor, *, is_parameter: bool) -> None:
+    def _put(self, fqn: str, value: torch.Tensor) -> None:
         *path, name = fqn.split(".")
         module: torch.nn.Module = self
         for part in path:
@@ -131,8 +136,8 @@ class _ModuleView(torch.nn.Module):
                 child = torch.nn.Module()
                 module._modules[part] = child
             module = child
-        if is_parameter:
-            module._parameters[name] = torch.nn.Parameter(value, requires_grad=False)
+        if isinstance(value, torch.nn.Parameter):
+            module._parameters[name] = value
         else:
             module._buffers[name] = value
 

@@ -22,11 +22,12 @@ from ckpt_trainer_hooks.collector import collector_paused
 from ckpt_trainer_hooks.environment import environment
 from ckpt_trainer_hooks.flusher_process import FlusherProcess
 from ckpt_trainer_hooks.handle import SaveHandle
+from ckpt_trainer_hooks.leaves import FlatState
 from ckpt_trainer_hooks.liveness import Pulse
 from ckpt_trainer_hooks.pinned import pin, unpin
 from ckpt_trainer_hooks.selftest import SelfTest
 from ckpt_trainer_hooks.snapshot import Binding, Copies, SnapshotPlan, plan_snapshot
-from ckpt_trainer_hooks.state import FlatState, TrainState
+from ckpt_trainer_hooks.state import TrainState
 
 __all__ = ["Origin", "SavePipeline"]
 

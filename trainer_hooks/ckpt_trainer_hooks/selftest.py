@@ -28,8 +28,8 @@ from ckpt.errors import CkptError, CorruptError, NotFoundError
 from ckpt.events import event, get_logger
 from ckpt.format.ids import CheckpointId
 from ckpt.storage.staging import StagingDir
+from ckpt_trainer_hooks.leaves import FlatState
 from ckpt_trainer_hooks.snapshot import Copies, SnapshotPlan
-from ckpt_trainer_hooks.state import FlatState
 
 __all__ = ["SelfTest", "digest_of", "selftest_wanted"]
 

@@ -9,6 +9,7 @@ import torch
 
 from ckpt.errors import SnapshotTornError
 from ckpt.format.layout import LayoutSet, TensorLayout
+from ckpt.format.segment import Change
 from ckpt.plan.save import SavePlan, StoredArray, plan_save
 from ckpt_proto.v1 import disk_pb2
 from ckpt_trainer_hooks.arena import Arena
@@ -17,17 +18,18 @@ from ckpt_trainer_hooks.compat import version_of
 from ckpt_trainer_hooks.copying import copy_tensors
 from ckpt_trainer_hooks.elements import movable
 from ckpt_trainer_hooks.layout import torch_dtype
-from ckpt_trainer_hooks.state import Leaf
+from ckpt_trainer_hooks.leaves import Leaf
 
 __all__ = ["Binding", "Copies", "SnapshotPlan", "plan_snapshot"]
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPlan:
-    """Where each leaf goes; valid as long as the leaves have these very layouts.
+    """Where each leaf goes; valid as long as the leaves have these very layouts and none is frozen or thawed.
 
     Attributes:
-        layouts: one per leaf, in flattening order; the fingerprint.
+        layouts: one per leaf, in flattening order; with ``changes`` the fingerprint.
+        changes: how often each leaf is expected to change.
         save: arrays and their byte ranges in the segment.
         layout_bytes: the LayoutSet, serialized.
         layout_digest: xxh3-128 of it.
@@ -35,6 +37,7 @@ class SnapshotPlan:
     """
 
     layouts: tuple[TensorLayout, ...]
+    changes: tuple[Change, ...]
     save: SavePlan
     layout_bytes: bytes
     layout_digest: bytes
@@ -43,7 +46,8 @@ class SnapshotPlan:
     def fits(self, leaves: Sequence[Leaf]) -> bool:
         """Return whether the plan is still right: layouts are compared by identity, they are remembered."""
         return len(leaves) == len(self.layouts) and all(
-            leaf.placed.layout is layout for leaf, layout in zip(leaves, self.layouts, strict=True)
+            leaf.placed.layout is layout and leaf.change is change
+            for leaf, layout, change in zip(leaves, self.layouts, self.changes, strict=True)
         )
 
 
@@ -51,13 +55,17 @@ class SnapshotPlan:
 def plan_snapshot(leaves: Sequence[Leaf], rank: int) -> SnapshotPlan:
     """Plan locally, by arithmetic; no other rank is asked. Takes some 10 us per tensor."""
     layouts = tuple(leaf.placed.layout for leaf in leaves)
-    save = plan_save(layouts, rank)
+    changes = tuple(leaf.change for leaf in leaves)
+    save = plan_save(
+        layouts, rank, {layout.name: change for layout, change in zip(layouts, changes, strict=True)}
+    )
     layout_set = LayoutSet(layouts)
     index = disk_pb2.SegmentIndex(
         rank=rank, nbytes=save.nbytes, layout_digest=layout_set.digest, tensors=save.tensor_entries()
     )
     return SnapshotPlan(
         layouts=layouts,
+        changes=changes,
         save=save,
         layout_bytes=layout_set.encode(),
         layout_digest=layout_set.digest,

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -30,8 +29,8 @@ import torch
 import ckpt_trainer_hooks.value_types  # noqa: F401 - registers torch's types
 from ckpt.digest import digest_hex
 from ckpt.errors import InvalidInputError
+from ckpt.format.segment import Change
 from ckpt.format.values import encode_value
-from ckpt_proto.v1 import common_pb2
 from ckpt_trainer_hooks.chunks import as_one_module
 from ckpt_trainer_hooks.collector import collector_paused
 from ckpt_trainer_hooks.data import settle_loader, warn_of_generators
@@ -39,13 +38,14 @@ from ckpt_trainer_hooks.fsdp1 import Fsdp1Views
 from ckpt_trainer_hooks.generators import capture_generator, generator_type, is_same_state
 from ckpt_trainer_hooks.gradients import GradientState, gradient_slots, own_record
 from ckpt_trainer_hooks.layout import LayoutBuilder, Placed, check_plain_class
+from ckpt_trainer_hooks.leaves import FlatState, Leaf, LeafKind, leaf_kind
 from ckpt_trainer_hooks.names import canonical_names, owned_tensors, parameter_names
 from ckpt_trainer_hooks.optimizer_capture import capture_optimizer, check_optimizers
 from ckpt_trainer_hooks.parts import describe_parts, inner_tensors, is_made_of_parts
 from ckpt_trainer_hooks.rng import capture_rng, restore_rng
 from ckpt_trainer_hooks.shards import ExplicitShards
 
-__all__ = ["FlatState", "ItemKind", "Leaf", "TrainState", "is_tensor_entry"]
+__all__ = ["ItemKind", "TrainState", "is_tensor_entry"]
 
 
 _PATH_PART = re.compile(r"""\[['"](.*?)['"]\]|\[([^\]]*)\]""")
@@ -64,36 +64,6 @@ class ItemKind(StrEnum):
     GENERATOR = "generator"
     GRADIENTS = "gradients"
     SHARDS = "shards"
-
-
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """One tensor to store.
-
-    Attributes:
-        placed: its layout (which carries the name) and this rank's local part, not copied.
-        deferred: only an optimizer step may change it, so the copy may run until the next one.
-        agreed: its replicas have to be equal. Not so for buffers: running statistics differ by design.
-    """
-
-    placed: Placed
-    deferred: bool
-    agreed: bool = True
-
-
-@dataclass(slots=True)
-class FlatState:
-    """Everything to store of one step, still aliasing live tensors.
-
-    Attributes:
-        leaves: in flattening order; no name twice.
-        values: the same on every rank.
-        rank_values: of this rank alone.
-    """
-
-    leaves: list[Leaf] = field(default_factory=list)
-    values: common_pb2.Value = field(default_factory=common_pb2.Value)
-    rank_values: common_pb2.Value = field(default_factory=common_pb2.Value)
 
 
 class TrainState:
@@ -253,20 +223,21 @@ class _Flattening:
 
     def _module(self, item: str, module: torch.nn.Module) -> dict[str, Any]:
         parameters = owned_tensors(module, buffers=False)
-        deferred = parameters if self._state.may_defer(item) else {}
+        deferrable = self._state.may_defer(item)
         wrappers = {fqn: t for fqn, t in owned_tensors(module).items() if is_made_of_parts(t)}
         state = module.state_dict()
         extra = {}
         for raw, fqn in canonical_names(module, list(state)).items():
             value = state[raw]
+            kind = leaf_kind(parameters.get(fqn), deferrable=deferrable)
             if fqn in wrappers:  # itself: what state_dict() returns was detached, and may be computed
                 name = f"{item}.{fqn}"
                 self._parts[name] = describe_parts(name, wrappers[fqn])
                 for inner, tensor in inner_tensors(name, wrappers[fqn]):
-                    self._add_unless_alias(inner, tensor, deferred=fqn in deferred, agreed=fqn in parameters)
+                    self._add_unless_alias(inner, tensor, kind)
             elif is_tensor_entry(fqn, value):
                 name = f"{item}.{fqn}"
-                self._add_unless_alias(name, value, deferred=fqn in deferred, agreed=fqn in parameters)
+                self._add_unless_alias(name, value, kind)
             else:
                 extra[fqn] = value
         return {"kind": str(ItemKind.MODULE), "extra": extra}
@@ -332,7 +303,7 @@ class _Flattening:
         self._append(name, self._builder.place(name, value, alone=alone), deferred=False)
         return name
 
-    def _add_unless_alias(self, name: str, tensor: torch.Tensor, *, deferred: bool, agreed: bool) -> None:
+    def _add_unless_alias(self, name: str, tensor: torch.Tensor, kind: LeafKind) -> None:
         placed = self._builder.place(name, tensor)
         local = placed.local
         if local.numel() > 0:
@@ -350,13 +321,21 @@ class _Flattening:
             if first != name:
                 self._aliases[name] = first
                 return
-        self._append(name, placed, deferred=deferred, agreed=agreed)
+        self._append(name, placed, **kind)
 
-    def _append(self, name: str, placed: Placed, *, deferred: bool, agreed: bool = True) -> None:
+    def _append(
+        self,
+        name: str,
+        placed: Placed,
+        *,
+        deferred: bool,
+        agreed: bool = True,
+        change: Change = Change.ALWAYS,
+    ) -> None:
         if name in self._names:
             raise InvalidInputError("two tensors have one name", tensor=name)
         self._names.add(name)
-        self._flat.leaves.append(Leaf(placed, deferred, agreed))
+        self._flat.leaves.append(Leaf(placed, deferred, agreed, change))
 
 
 def is_tensor_entry(fqn: str, value: object) -> bool:
