@@ -165,7 +165,12 @@ class DirectBackend:
             verdicts = plan_retention(store, keep_last=policy.keep_last, keep_every=policy.keep_every)
         report = execute_prune(store, verdicts, dry_run=True)
         rows = [VerdictRow(checkpoint=str(v.ident), keep=v.keep, reason=v.reason) for v in report.verdicts]
-        return PrunePlan(verdicts=rows, objects=report.deleted_objects)
+        return PrunePlan(
+            verdicts=rows,
+            objects=report.deleted_objects,
+            held=list(map(str, report.held)),
+            freed=list(map(str, report.freed)),
+        )
 
     def prune(self, url: str, plan: PrunePlan, on_deleted: OnDeleted) -> int:
         from ckpt.ops.prune import execute_prune

@@ -92,7 +92,7 @@ def _execute(backend: Backend, url: str, plan: PrunePlan) -> int:
 
 
 def _print(plan: PrunePlan) -> None:
-    from ckpt.cli.render import Cell, Column, print_table
+    from ckpt.cli.render import Cell, Column, print_line, print_table
 
     if plan.verdicts:
         print_table(
@@ -106,6 +106,10 @@ def _print(plan: PrunePlan) -> None:
                 for verdict in plan.verdicts
             ],
         )
+    for checkpoint in plan.held:
+        print_line(f"{checkpoint}: its objects stay, others hold chunks in them")
+    for checkpoint in plan.freed:
+        print_line(f"{checkpoint}: deleted earlier, its objects go now: nobody needs them any more")
 
 
 def _print_result(url: str, plan: PrunePlan, objects: int, output: OutputOptions, *, dry_run: bool) -> None:
@@ -119,6 +123,8 @@ def _print_result(url: str, plan: PrunePlan, objects: int, output: OutputOptions
                 "verdicts": plan.verdicts,
                 "deleted": [] if dry_run else plan.condemned,
                 "deleted_objects": plan.objects if dry_run else objects,
+                "held": plan.held,
+                "freed": plan.freed,
             }
         )
         return

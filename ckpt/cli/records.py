@@ -244,10 +244,18 @@ class VerdictRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunePlan:
-    """Verdicts, newest first, and how many objects the deletion comes to."""
+    """Verdicts, newest first, and what the deletion comes to.
+
+    Attributes:
+        objects: how many go.
+        held: those to delete whose objects stay, because others hold chunks in them.
+        freed: those deleted earlier whose objects go now, because nobody needs them any more.
+    """
 
     verdicts: list[VerdictRow]
     objects: int
+    held: list[str]
+    freed: list[str]
 
     @property
     def condemned(self) -> list[str]:

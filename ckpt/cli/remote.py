@@ -112,7 +112,12 @@ class RemoteBackend:
             )
             for verdict in reply.verdicts
         ]
-        return PrunePlan(verdicts=rows, objects=reply.deleted_objects)
+        return PrunePlan(
+            verdicts=rows,
+            objects=reply.deleted_objects,
+            held=[str(CheckpointId.from_proto(other)) for other in reply.held],
+            freed=[str(CheckpointId.from_proto(other)) for other in reply.freed],
+        )
 
     def prune(self, url: str, plan: PrunePlan, on_deleted: OnDeleted) -> int:
         # By name, not by the policy again: what was shown is what goes, whatever was committed meanwhile.

@@ -121,6 +121,8 @@ class CatalogService(catalog_pb2_grpc.CatalogServicer):
                 for verdict in report.verdicts
             ],
             deleted_objects=report.deleted_objects,
+            held=[ident.to_proto() for ident in report.held],
+            freed=[ident.to_proto() for ident in report.freed],
         )
 
     def Sweep(

@@ -16,7 +16,7 @@ from ckpt.clock import SystemClock
 from ckpt.format import keys
 from ckpt.format.ids import CheckpointId
 from ckpt.storage.open import open_store
-from tests.support.builders import build_checkpoint, claim
+from tests.support.builders import borrow, build_checkpoint, claim
 from tests.support.cli import DAMAGED, DONE, FAILED, LATEST, NOT_FOUND, REFUSED, USAGE, Cli, make_run
 from tests.support.s3 import Ministack, free_port
 from tests.support.sealing import make_world, seal
@@ -77,6 +77,30 @@ def test_a_server_gives_the_same_answers_as_the_store(cli: Cli, url: str, server
     assert rows[1]["latest"]
     segments = cli.json("show", url, "60")["segments"]
     assert all(Path(segment["local_path"]).is_file() for segment in segments)
+
+
+def test_a_prune_names_whose_objects_stay_and_whose_go_after_all(
+    cli: Cli, tmp_path: Path, server: Server
+) -> None:
+    url = f"file://{tmp_path}/store/borrowers"
+    store = open_store(url)
+    claim(store)
+    build_checkpoint(store, 10)
+    borrow(store, 20, CheckpointId(10, 1))
+    cli.run("prune", url, "10", "--yes")
+    build_checkpoint(store, 30)
+    borrow(store, 40, CheckpointId(30, 1))
+    arguments = ["prune", url, "--keep-last", "1", "--dry-run"]
+    found = cli.json(*arguments)
+    assert (found["held"], found["freed"]) == (["000000000030.a000001"], ["000000000010.a000001"])
+    assert cli.json(*arguments, "--server", server.target) == found
+    text = cli.run(*arguments).stdout
+    assert "000000000030.a000001: its objects stay" in text
+    assert "000000000010.a000001: deleted earlier, its objects go now" in text
+    done = cli.json("prune", url, "--keep-last", "1", "--yes", "--server", server.target)
+    assert done["deleted_objects"] == found["deleted_objects"]
+    cli.run("verify", url, "--deep")
+    store.close()
 
 
 def test_through_a_server_a_damaged_latest_is_named_as_in_the_store(

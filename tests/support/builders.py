@@ -16,8 +16,9 @@ from ckpt.clock import random_bytes
 from ckpt.digest import Buffer, digest
 from ckpt.format.codec import encode_chunk
 from ckpt.format.ids import CheckpointId, split_run_url
-from ckpt.format.keys import segment_key
+from ckpt.format.keys import group_key, segment_key
 from ckpt.format.layout import LayoutSet, Mesh, Replicate, Shard, TensorLayout
+from ckpt.format.manifest import encode_group_index, group_header
 from ckpt.format.segment import CHUNK_NBYTES
 from ckpt.format.values import encode_value
 from ckpt.ops.attempts import claim_attempt
@@ -34,6 +35,7 @@ __all__ = [
     "Built",
     "CountingStore",
     "FakeClock",
+    "borrow",
     "build_checkpoint",
     "build_group_indexes",
     "build_segment",
@@ -363,3 +365,16 @@ def swept(store: Store, *, older_than_s: float, dry_run: bool = False, clock: Fa
     """Sweep to the end; how many objects went."""
     found = sweep(store, older_than_s=older_than_s, dry_run=dry_run, clock=clock)
     return sum(one.objects for one in found)
+
+
+def borrow(store: Store, step: int, source: CheckpointId) -> CheckpointId:
+    """Commit a checkpoint whose chunks all lie in the objects of ``source``."""
+    built = build_checkpoint(store, step, seed=source.step, commit=False)
+    segments = [built.segments[rank] for rank in sorted(built.segments)]
+    for segment in segments:
+        segment.chunks.object_keys[0] = segment_key(source, segment.rank)
+        store.delete([segment_key(built.ident, segment.rank)])
+        key = group_key(built.ident, segment.group.index, segment.group.count)
+        store.put(key, encode_group_index(group_header([segment]), [segment]))
+    assert try_commit(store, built.ident).state is CommitState.COMMITTED
+    return built.ident

@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import http.client
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 __all__ = ["Fault", "FaultProxy"]
 
 Fault = Callable[[str, str], "int | str | None"]
 
+_PIECE_NBYTES = 1 << 16
 _HOP = frozenset({"connection", "transfer-encoding", "keep-alive"})
 
 
@@ -36,12 +38,17 @@ class FaultProxy:
         requests: (method, path) of each, in order of arrival.
         sent: (path, bytes of the body) of each answer to a GET.
         fault: what to do with the next ones.
+        received_nbytes: of bodies, in all.
+        rate: bytes per second that bodies come in at, all connections together; None: as fast as they can.
     """
 
     def __init__(self, upstream_port: int) -> None:
         self.requests: list[tuple[str, str]] = []
         self.sent: list[tuple[str, int]] = []
         self.fault: Fault = lambda _method, _path: None
+        self.received_nbytes = 0
+        self.rate: float | None = None
+        self._line = threading.Lock()
         proxy = self
 
         class Handler(_Handler):
@@ -54,6 +61,21 @@ class FaultProxy:
     @property
     def endpoint(self) -> str:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def take(self, body: BinaryIO, nbytes: int) -> bytes:
+        """Read a request's body, at the rate of the link."""
+        parts = []
+        while nbytes:
+            with self._line:
+                part = body.read(min(nbytes, _PIECE_NBYTES))
+                self.received_nbytes += len(part)
+                if self.rate is not None:
+                    time.sleep(len(part) / self.rate)
+            if not part:
+                break
+            parts.append(part)
+            nbytes -= len(part)
+        return b"".join(parts)
 
     def __enter__(self) -> FaultProxy:
         self._thread.start()
@@ -81,7 +103,7 @@ class _Handler(BaseHTTPRequestHandler):
     upstream: int
 
     def _serve(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = self.owner.take(self.rfile, int(self.headers.get("Content-Length") or 0))
         self.owner.requests.append((self.command, self.path))
         what = self.owner.fault(self.command, self.path)
         if what == "reset":

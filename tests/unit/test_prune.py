@@ -16,14 +16,21 @@ from ckpt.format.keys import (
     manifest_key,
     segment_key,
 )
-from ckpt.format.manifest import encode_group_index, group_header
 from ckpt.ops.catalog import exists, latest, list_checkpoints, load_checkpoint
 from ckpt.ops.commit import CommitState, try_commit
 from ckpt.ops.pins import is_pinned, list_pins, pin, unpin
 from ckpt.ops.prune import execute_prune, plan_deletion, plan_retention
 from ckpt.ops.verify import verify_deep
 from ckpt.storage.base import Store
-from tests.support.builders import CountingStore, FakeClock, build_checkpoint, claim, memory_store, swept
+from tests.support.builders import (
+    CountingStore,
+    FakeClock,
+    borrow,
+    build_checkpoint,
+    claim,
+    memory_store,
+    swept,
+)
 
 
 def ident(step: int, attempt: int = 1) -> CheckpointId:
@@ -226,19 +233,6 @@ def test_a_prune_cut_short_leaves_nothing_half_deleted_on_offer_and_the_sweep_fi
     swept(store, older_than_s=0, clock=FakeClock(4e9))
     assert keys_of(store, ident(10)) == []
     assert verify_deep(load_checkpoint(store, ident(20))) == []
-
-
-def borrow(store: Store, step: int, source: CheckpointId) -> CheckpointId:
-    """Commit a checkpoint whose chunks all lie in the objects of ``source``."""
-    built = build_checkpoint(store, step, seed=source.step, commit=False)
-    segments = [built.segments[rank] for rank in sorted(built.segments)]
-    for segment in segments:
-        segment.chunks.object_keys[0] = segment_key(source, segment.rank)
-        store.delete([segment_key(built.ident, segment.rank)])
-        key = group_key(built.ident, segment.group.index, segment.group.count)
-        store.put(key, encode_group_index(group_header([segment]), [segment]))
-    assert try_commit(store, built.ident).state is CommitState.COMMITTED
-    return built.ident
 
 
 def test_segments_that_a_kept_checkpoint_needs_stay_until_it_goes() -> None:

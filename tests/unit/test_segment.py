@@ -22,6 +22,7 @@ from ckpt.format.segment import (
     CHUNK_NBYTES,
     DATA_ALIGN,
     ArrayHead,
+    Change,
     chunk_count,
     chunk_range,
     lay_out_segment,
@@ -119,6 +120,7 @@ def test_scalars_are_stored(tmp_path: Path) -> None:
             st.text(st.characters(exclude_categories=["Cs"]), max_size=40),
             st.sampled_from(dtypes.known_dtypes()),
             st.lists(st.integers(1, 5), max_size=3).map(tuple),
+            st.sampled_from(Change),
         ),
         max_size=12,
         unique_by=lambda item: item[0],
@@ -126,7 +128,7 @@ def test_scalars_are_stored(tmp_path: Path) -> None:
 )
 @examples(60)
 def test_the_file_is_packed_and_no_element_straddles_a_chunk(
-    tmp_path: Path, items: list[tuple[str, str, tuple[int, ...]]]
+    tmp_path: Path, items: list[tuple[str, str, tuple[int, ...], Change]]
 ) -> None:
     arrays = [ArrayHead(*item) for item in items]
     header, placed, nbytes = lay_out_segment(arrays)
@@ -137,15 +139,68 @@ def test_the_file_is_packed_and_no_element_straddles_a_chunk(
         assert item.start % dtypes.itemsize(item.head.dtype) == 0
         position += item.nbytes
     assert position == nbytes
-    order = [(-dtypes.itemsize(item.head.dtype), item.head.name) for item in placed]
-    assert order == sorted(order)
+    sizes = [(-dtypes.itemsize(item.head.dtype), item.head.change, item.head.name) for item in placed]
+    kinds = [(change, size, name) for size, change, name in sizes]
+    assert kinds == sorted(kinds) or sizes == sorted(sizes)
     read = read_safetensors_header(header, nbytes=nbytes, where="here")
     assert [(r.head.name, r.start, r.nbytes) for r in read] == [
         (p.head.name, p.start, p.nbytes) for p in placed
     ]
     data, _ = fill(arrays)
     with safe_open(write(tmp_path, data), framework="np") as file:
-        assert set(file.keys()) == {name for name, _, _ in items}
+        assert set(file.keys()) == {name for name, *_ in items}
+
+
+MIB = 1 << 20
+
+
+def _adapted(frozen: int, trained: int, dtype: str = "bfloat16") -> list[ArrayHead]:
+    """A frozen array of that many bytes in every layer, and a trained one of float32 between each two."""
+    size = dtypes.itemsize(dtype)
+    return [
+        array
+        for layer in range(10)
+        for array in (
+            ArrayHead(f"{layer}.adapter", "float32", (trained // 4,)),
+            ArrayHead(f"{layer}.base", dtype, (frozen // size,), Change.SELDOM),
+        )
+    ]
+
+
+def test_what_training_changes_lies_apart_and_begins_with_a_chunk() -> None:
+    buffer = ArrayHead("5.running", "float32", (3,), Change.UNKNOWN)
+    header, placed, nbytes = lay_out_segment([*_adapted(15 * MIB, MIB // 8), buffer])
+    assert [item.head.change for item in placed] == [
+        *[Change.SELDOM] * 10,
+        Change.UNKNOWN,
+        *[Change.ALWAYS] * 10,
+    ]
+    assert placed[0].start == len(header)
+    assert len(header) % DATA_ALIGN == 0
+    first = placed[11].start
+    assert first % CHUNK_NBYTES == buffer.nbytes  # the rest below DATA_ALIGN cannot be padded away
+    assert nbytes - first == 10 * MIB // 8
+    read = read_safetensors_header(header, nbytes=nbytes, where="here")
+    assert [(r.head.name, r.start) for r in read] == [(p.head.name, p.start) for p in placed]
+
+
+def test_a_border_that_would_cost_too_much_is_left_where_it_falls() -> None:
+    header, placed, _ = lay_out_segment(_adapted(MIB, MIB // 8))
+    assert len(header) == DATA_ALIGN
+    assert [item.head.name for item in placed[:10]] == [f"{layer}.base" for layer in range(10)]
+
+
+def test_an_odd_number_of_frozen_bytes_does_not_misplace_what_follows() -> None:
+    header, placed, _ = lay_out_segment(_adapted(15 * MIB + 1, MIB // 8, "int8"))
+    assert len(header) == DATA_ALIGN
+    assert [item.head.change for item in placed] == [*[Change.ALWAYS] * 10, *[Change.SELDOM] * 10]
+    assert all(item.start % dtypes.itemsize(item.head.dtype) == 0 for item in placed)
+
+
+@pytest.mark.parametrize("change", Change)
+def test_a_state_of_one_kind_gets_no_padding(change: Change) -> None:
+    header, _, _ = lay_out_segment([ArrayHead("w", "float32", (20 * MIB,), change)])
+    assert len(header) == DATA_ALIGN
 
 
 def test_the_bytes_do_not_depend_on_the_order_of_the_arrays() -> None:

@@ -128,12 +128,16 @@ class PruneVerdict(_message.Message):
     def __init__(self, id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., keep: bool = ..., reason: _Optional[str] = ...) -> None: ...
 
 class PruneResponse(_message.Message):
-    __slots__ = ("verdicts", "deleted_objects")
+    __slots__ = ("verdicts", "deleted_objects", "held", "freed")
     VERDICTS_FIELD_NUMBER: _ClassVar[int]
     DELETED_OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    FREED_FIELD_NUMBER: _ClassVar[int]
     verdicts: _containers.RepeatedCompositeFieldContainer[PruneVerdict]
     deleted_objects: int
-    def __init__(self, verdicts: _Optional[_Iterable[_Union[PruneVerdict, _Mapping]]] = ..., deleted_objects: _Optional[int] = ...) -> None: ...
+    held: _containers.RepeatedCompositeFieldContainer[_common_pb2.CheckpointId]
+    freed: _containers.RepeatedCompositeFieldContainer[_common_pb2.CheckpointId]
+    def __init__(self, verdicts: _Optional[_Iterable[_Union[PruneVerdict, _Mapping]]] = ..., deleted_objects: _Optional[int] = ..., held: _Optional[_Iterable[_Union[_common_pb2.CheckpointId, _Mapping]]] = ..., freed: _Optional[_Iterable[_Union[_common_pb2.CheckpointId, _Mapping]]] = ...) -> None: ...
 
 class SweepRequest(_message.Message):
     __slots__ = ("url", "older_than_s", "dry_run", "force")
