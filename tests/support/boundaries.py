@@ -248,6 +248,7 @@ EXEMPT = {
     "ckpt_server.keeper.ReplicaKeeper._note_commits: mark_committed": "as ReplicaKeeper.greeted",
     "ckpt_server.pipeline.Pipeline._committed: mark_committed": "tests/crash/test_server_kill.py",
     "ckpt_server.receiver.Receiver._note: unlink": "tests/crash/test_replication_kill.py: sent anew",
+    "ckpt_server.receiver.Receiver._make_room: unlink": "as _note: sent anew",
     "ckpt_server.replica_service.ReplicaService.Offer: note_owner": "as ReplicaDir.note_owner",
 }
 """Boundaries that the life of tests.support.lifecycle does not come to, with the reason."""
