@@ -13,6 +13,7 @@ from ckpt.format.segment import chunk_count, chunk_range
 from ckpt_proto.v1 import disk_pb2
 
 __all__ = [
+    "SEALING_NBYTES",
     "StoredChunk",
     "check_chunk_table",
     "chunk_table",
@@ -22,6 +23,7 @@ __all__ = [
 ]
 
 CHUNK_ALIGN = 16  # a chunk size is a multiple: no element of any type straddles two chunks
+SEALING_NBYTES = 28  # what encryption adds to a chunk: nonce and tag
 _OFFSET_MOST = (1 << 62) - 1  # an end computed from it still fits in the 63 bits that stores take
 
 
@@ -36,6 +38,7 @@ class StoredChunk:
         raw_nbytes: bytes after decoding.
         codec: disk_pb2.Codec number.
         digest: xxh3-128 of the raw bytes.
+        key: label of the key it is encrypted under; empty: it is not.
     """
 
     object_key: str
@@ -44,6 +47,7 @@ class StoredChunk:
     raw_nbytes: int
     codec: int
     digest: bytes
+    key: str = ""
 
 
 def check_chunk_table(index: disk_pb2.SegmentIndex) -> None:
@@ -72,14 +76,17 @@ def stored_chunk(index: disk_pb2.SegmentIndex, number: int) -> StoredChunk:
     table = index.chunks
     start, stop = chunk_range(number, index.nbytes, table.chunk_nbytes)
     count = chunk_count(index.nbytes, table.chunk_nbytes)
-    lists = (table.codecs, table.objects, table.offsets, table.stored_nbytes)
+    lists = (table.codecs, table.objects, table.offsets, table.stored_nbytes, table.keys)
+    key = table.keys[number] if len(table.keys) == count else 0
+    most = stop - start + (SEALING_NBYTES if key else 0)
     owner = table.objects[number] if len(table.objects) == count else 0
     if (
         len(table.digests) != count * DIGEST_NBYTES
         or any(len(numbers) not in (0, count) for numbers in lists)
         or owner >= len(table.object_keys)
         or (table.offsets and table.offsets[number] > _OFFSET_MOST)
-        or (table.stored_nbytes and table.stored_nbytes[number] > stop - start)
+        or (table.stored_nbytes and table.stored_nbytes[number] > most)
+        or key > len(table.key_ids)
     ):
         raise CorruptError("chunk table is malformed", code="chunk-table", rank=index.rank, chunk=number)
     return StoredChunk(
@@ -89,6 +96,7 @@ def stored_chunk(index: disk_pb2.SegmentIndex, number: int) -> StoredChunk:
         raw_nbytes=stop - start,
         codec=table.codecs[number] if table.codecs else disk_pb2.CODEC_RAW,
         digest=table.digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES],
+        key=table.key_ids[key - 1] if key else "",
     )
 
 
@@ -112,6 +120,10 @@ def chunk_table(chunk_nbytes: int, chunks: Sequence[StoredChunk]) -> disk_pb2.Ch
         table.offsets.extend(item.offset for item in chunks)
     if any(item.nbytes != item.raw_nbytes for item in chunks):
         table.stored_nbytes.extend(item.nbytes for item in chunks)
+    if any(item.key for item in chunks):
+        table.key_ids.extend(dict.fromkeys(item.key for item in chunks if item.key))
+        number = {key: i for i, key in enumerate(table.key_ids, 1)}
+        table.keys.extend(number.get(item.key, 0) for item in chunks)
     return table
 
 

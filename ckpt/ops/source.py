@@ -12,9 +12,9 @@ from ckpt.digest import DIGEST_NBYTES, Buffer, digest
 from ckpt.errors import CkptError, CorruptError, NotFoundError
 from ckpt.events import event, get_logger
 from ckpt.format.chunks import stored_chunk
-from ckpt.format.codec import decode_chunk
 from ckpt.format.segment import chunk_range
 from ckpt.ops.checkpoint import Checkpoint
+from ckpt.ops.stored import open_chunk
 from ckpt.ops.tiers import GIVEN_UP, REMOTE, Tier
 from ckpt.storage.scattered import copy_into
 from ckpt_proto.v1 import disk_pb2
@@ -127,7 +127,7 @@ class SourceSegment:
                 "an object of the checkpoint is gone", code="missing", key=place.object_key
             ) from error
         stats.count(REMOTE, len(stored), repaired=len(self._tiers) > 0)
-        raw = decode_chunk(place.codec, stored, place.raw_nbytes)
+        raw = open_chunk(place, stored, run=index.run)
         self._compare(digest(raw), index, number, place.object_key)
         return raw
 

@@ -13,7 +13,6 @@ from typing import TypeAlias
 from ckpt.digest import Buffer, digest
 from ckpt.errors import CkptError, CorruptError, NotFoundError
 from ckpt.format.chunks import StoredChunk, object_extents, stored_chunks
-from ckpt.format.codec import decode_chunk
 from ckpt.format.ids import CheckpointId
 from ckpt.format.invariants import (
     check_coverage,
@@ -30,6 +29,7 @@ from ckpt.format.summaries import Summaries
 from ckpt.ops.checkpoint import Checkpoint
 from ckpt.ops.groups import list_groups, read_group_header, read_layout, read_segment_index
 from ckpt.ops.records import check_records
+from ckpt.ops.stored import open_chunk
 from ckpt.plan.save import plan_save
 from ckpt.storage.base import Store
 from ckpt_proto.v1 import disk_pb2
@@ -234,7 +234,7 @@ def _check_segment(
 
     def check(number: int) -> list[CorruptError]:
         try:
-            raw = _read_chunk(store, chunks[number], rank=summary.rank, number=number)
+            raw = _read_chunk(store, chunks[number], run=index.run, rank=summary.rank, number=number)
             return _check_header(store, raw, chunks, index, summary.object_key) if number == 0 else []
         except CorruptError as error:
             return [error]
@@ -243,12 +243,11 @@ def _check_segment(
         yield found, chunk.raw_nbytes
 
 
-def _read_chunk(store: Store, chunk: StoredChunk, *, rank: int, number: int) -> Buffer:
+def _read_chunk(store: Store, chunk: StoredChunk, *, run: str, rank: int, number: int) -> Buffer:
     """Return the raw bytes of a chunk after checking them. Raises CorruptError naming object and chunk."""
     try:
-        raw = decode_chunk(
-            chunk.codec, store.get_range(chunk.object_key, chunk.offset, chunk.nbytes), chunk.raw_nbytes
-        )
+        stored = store.get_range(chunk.object_key, chunk.offset, chunk.nbytes)
+        raw = open_chunk(chunk, stored, run=run)
         if digest(raw) != chunk.digest:
             raise CorruptError("digest does not match: the chunk is damaged", code="digest")
     except NotFoundError as error:
@@ -298,7 +297,7 @@ def _check_header(
     for number in range(1, len(chunks)):  # a header longer than a chunk: very many tensors
         if len(data) >= wanted:
             break
-        data += _read_chunk(store, chunks[number], rank=index.rank, number=number)
+        data += _read_chunk(store, chunks[number], run=index.run, rank=index.rank, number=number)
     arrays = read_safetensors_header(data, nbytes=index.nbytes, where=key)
     header = [(array.head.name, array.start, array.nbytes) for array in arrays]
     if header == [(entry.name, entry.start, entry.nbytes) for entry in index.tensors]:

@@ -13,6 +13,7 @@ from ckpt.ops.catalog import exists
 from ckpt.ops.commit import CommitState, commit_delay_s, try_commit
 from ckpt.ops.groups import list_groups
 from ckpt.storage.base import Store
+from ckpt.storage.key_source import environment_keys
 from ckpt_proto.v1 import disk_pb2
 from ckpt_server.lending import Lending
 from ckpt_server.publisher import publish_group
@@ -56,6 +57,7 @@ class Adopter:
             part_nbytes=settings.part_nbytes,
             concurrency=settings.upload_concurrency,
             encoders=1,
+            key=environment_keys().writing(),
         )
         # Stores and queues of their own: adopting must not hold up what this node has to upload itself.
         self._runs = Runs(replicas.files, workers=1, clock=clock)

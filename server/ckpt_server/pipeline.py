@@ -17,6 +17,7 @@ from ckpt.format.ids import MAX_ATTEMPT, CheckpointId
 from ckpt.ops.catalog import exists
 from ckpt.ops.commit import CommitState, commit_delay_s, try_commit
 from ckpt.ops.groups import list_groups
+from ckpt.storage.key_source import environment_keys
 from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import common_pb2, staging_pb2
 from ckpt_server import retention
@@ -58,6 +59,7 @@ class Pipeline:
             part_nbytes=settings.part_nbytes,
             concurrency=settings.upload_concurrency,
             encoders=encoder_threads(),
+            key=environment_keys().writing(),
         )
         self.progressed_at = clock.monotonic()
 

@@ -26,8 +26,9 @@ from ckpt.digest import DIGEST_NBYTES, Buffer, digest
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.events import event, get_logger
 from ckpt.format import keys
-from ckpt.format.chunks import StoredChunk, chunk_table, object_extents
+from ckpt.format.chunks import SEALING_NBYTES, StoredChunk, chunk_table, object_extents
 from ckpt.format.codec import chunk_codecs, encode_chunk
+from ckpt.format.crypt import ChunkKey, encrypt_chunk
 from ckpt.format.ids import CheckpointId
 from ckpt.format.segment import chunk_range
 from ckpt.ops.borrow import secure
@@ -88,9 +89,19 @@ class Uploader:
         part_nbytes: wanted part size.
         concurrency: parts in flight per segment.
         encoders: threads that compress at once, over all segments.
+        key: what chunks are encrypted with; None: they are not.
     """
 
-    def __init__(self, staging: StagingDir, *, part_nbytes: int, concurrency: int, encoders: int) -> None:
+    def __init__(
+        self,
+        staging: StagingDir,
+        *,
+        part_nbytes: int,
+        concurrency: int,
+        encoders: int,
+        key: ChunkKey | None = None,
+    ) -> None:
+        self._key = key
         self._staging = staging
         self._part_nbytes = part_nbytes
         self._concurrency = concurrency
@@ -130,7 +141,7 @@ class Uploader:
         own = _first_of_each(digests, borrowed)
         compressed = compression.choose(wanted) if own else False
         codecs = chunk_codecs(index) if compressed else [disk_pb2.CODEC_RAW] * len(digests)
-        key = _own_key(segment, own, codecs, count=len(digests), compressed=compressed)
+        key = _own_key(segment, own, codecs, count=len(digests), compressed=compressed, sealed=self._label)
         sent = self._send(
             store,
             segment,
@@ -161,7 +172,11 @@ class Uploader:
         if lender is None:
             return {}
         sizes = _sizes(index)
-        wanted = [x for x, size in zip(digests, sizes, strict=True) if _fits(lender.chunks.get(x), size)]
+        wanted = [
+            x
+            for x, size in zip(digests, sizes, strict=True)
+            if _fits(lender.chunks.get(x), size, self._label)
+        ]
         if not wanted or not secure(store, lender, segment.ident):
             return {}
         return lender.lendable(store, wanted)
@@ -180,11 +195,12 @@ class Uploader:
     ) -> _Sent:
         sent = _Sent(key, index)
         raw = all(codecs[number] == disk_pb2.CODEC_RAW for number in own)
-        if raw:
+        as_it_is = raw and self._key is None
+        if as_it_is:
             sent.assume_raw(own)
-        if index.nbytes and (not own or (raw and _is_complete(store, sent, own))):
+        if index.nbytes and (not own or (as_it_is and _is_complete(store, sent, own))):
             return sent
-        sent = _Sent(key, index)
+        sent = _Sent(key, index, self._label)
         path = segment.path(self._staging)
         chunk_nbytes, sizes = index.chunks.chunk_nbytes, _sizes(index)
         with (
@@ -194,13 +210,15 @@ class Uploader:
             self._buffers.in_use(),
             compression.sending(compressed=not raw) as sending,
         ):
-            job = _Job(reader, index, codecs, str(path), compression, self._encoding, self._buffers)
+            job = _Job(
+                reader, index, codecs, str(path), compression, self._encoding, self._buffers, self._key, key
+            )
             pieces = job.pieces(self._threads, own, sent, sample=sample)
             try:
                 store.put_parts(
                     key,
                     pieces,
-                    most_nbytes=sum(sizes[number] for number in own),
+                    most_nbytes=sum(sizes[number] + SEALING_NBYTES for number in own),
                     part_nbytes=self._part_nbytes,
                     concurrency=self._concurrency,
                 )
@@ -210,6 +228,10 @@ class Uploader:
         event(_log, logging.DEBUG, "upload.segment", key=key, nbytes=sent.nbytes, compressed=not raw)
         return sent
 
+    @property
+    def _label(self) -> str:
+        return self._key.label if self._key is not None else ""
+
     def close(self) -> None:
         """Start nothing new; jobs that run end by themselves."""
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -218,8 +240,9 @@ class Uploader:
 class _Sent:
     """The chunks of the segment's own object, by digest, as they are laid out one after the other."""
 
-    def __init__(self, key: str, index: disk_pb2.SegmentIndex) -> None:
+    def __init__(self, key: str, index: disk_pb2.SegmentIndex, label: str = "") -> None:
         self.key = key
+        self._label = label
         self.chunks: dict[bytes, StoredChunk] = {}
         self.end = 0
         self.nbytes = 0
@@ -234,6 +257,7 @@ class _Sent:
             raw_nbytes=self._sizes[number],
             codec=codec,
             digest=self._digests[number],
+            key=self._label,
         )
         self.end += nbytes
 
@@ -311,7 +335,12 @@ class _Job:
         compression: Compression,
         encoding: threading.BoundedSemaphore,
         buffers: _Buffers,
+        key: ChunkKey | None,
+        object_key: str,
     ) -> None:
+        self._key = key
+        self._run = index.run
+        self._object_key = object_key
         self._reader = reader
         self._table = index.chunks
         self._sizes = _sizes(index)
@@ -333,7 +362,7 @@ class _Job:
 
         def fill() -> None:
             while len(flying) < _AHEAD and (number := next(numbers, None)) is not None:
-                flying.append((number, threads.submit(self._encode, number, sample=number in samples)))
+                flying.append((number, threads.submit(self._stored, number, sample=number in samples)))
 
         try:
             fill()
@@ -348,6 +377,22 @@ class _Job:
             for _, future in flying:
                 future.cancel()
             wait([future for _, future in flying])
+
+    def _stored(self, number: int, *, sample: bool) -> tuple[int, Buffer]:
+        codec, encoded = self._encode(number, sample=sample)
+        if self._key is None:
+            return codec, encoded
+        with self._encoding:
+            sealed = encrypt_chunk(
+                self._key,
+                encoded,
+                run=self._run,
+                object_key=self._object_key,
+                codec=codec,
+                raw_nbytes=self._sizes[number],
+                digest=self._table.digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES],
+            )
+        return codec, sealed
 
     def _encode(self, number: int, *, sample: bool) -> tuple[int, Buffer]:
         size = self._sizes[number]
@@ -398,8 +443,9 @@ def _sizes(index: disk_pb2.SegmentIndex) -> list[int]:
     return [stop - start for start, stop in spans]
 
 
-def _fits(chunk: StoredChunk | None, size: int) -> bool:
-    return chunk is not None and chunk.raw_nbytes == size
+def _fits(chunk: StoredChunk | None, size: int, label: str) -> bool:
+    """Whether a chunk can be borrowed: of another key, or of none, it would not be kept as it should be."""
+    return chunk is not None and chunk.raw_nbytes == size and chunk.key == label
 
 
 def _first_of_each(digests: Sequence[bytes], borrowed: Mapping[bytes, StoredChunk]) -> list[int]:
@@ -412,15 +458,21 @@ def _first_of_each(digests: Sequence[bytes], borrowed: Mapping[bytes, StoredChun
 
 
 def _own_key(
-    segment: Segment, own: Sequence[int], codecs: Sequence[int], *, count: int, compressed: bool
+    segment: Segment,
+    own: Sequence[int],
+    codecs: Sequence[int],
+    *,
+    count: int,
+    compressed: bool,
+    sealed: str,
 ) -> str:
     """Where the own object goes: what is not the segment byte for byte has a name that says what was packed
     how. So two servers that pack one segment differently never replace each other's object.
     """
     key = keys.segment_key(segment.ident, segment.rank)
-    if len(own) == count and not compressed:
+    if len(own) == count and not compressed and not sealed:
         return key
-    recipe = repr((list(own), [codecs[number] for number in own], zstandard.ZSTD_VERSION)).encode()
+    recipe = repr((list(own), [codecs[number] for number in own], zstandard.ZSTD_VERSION, sealed)).encode()
     return keys.own_object_key(key, digest(recipe).hex()[:16])
 
 

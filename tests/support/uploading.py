@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from ckpt.format import keys
+from ckpt.format.crypt import ChunkKey
 from ckpt.format.ids import CheckpointId
 from ckpt.ops.catalog import load_checkpoint
 from ckpt.ops.commit import CommitState, try_commit
@@ -43,15 +44,19 @@ class Node:
     Args:
         path: of the staging directory.
         store: of the run.
+        chunk_nbytes: of the segments.
+        key: what chunks are encrypted with in the store.
     """
 
-    def __init__(self, path: Path, store: Store, *, chunk_nbytes: int = CHUNK) -> None:
+    def __init__(
+        self, path: Path, store: Store, *, chunk_nbytes: int = CHUNK, key: ChunkKey | None = None
+    ) -> None:
         self.chunk_nbytes = chunk_nbytes
         self.staging = StagingDir(path).ensure()
         self.store = store
         self.run_key = keys.run_key(store.url)
         self.clock = FakeClock()
-        self.uploader = Uploader(self.staging, part_nbytes=1 << 20, concurrency=2, encoders=1)
+        self.uploader = Uploader(self.staging, part_nbytes=1 << 20, concurrency=2, encoders=1, key=key)
         self.restart()
 
     def restart(self) -> None:

@@ -45,7 +45,7 @@ class TensorEntry(_message.Message):
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., start: _Optional[int] = ..., nbytes: _Optional[int] = ..., boxes: _Optional[_Iterable[_Union[BoxRecord, _Mapping]]] = ..., global_shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ChunkTable(_message.Message):
-    __slots__ = ("chunk_nbytes", "digests", "codecs", "objects", "offsets", "stored_nbytes", "object_keys")
+    __slots__ = ("chunk_nbytes", "digests", "codecs", "objects", "offsets", "stored_nbytes", "object_keys", "keys", "key_ids")
     CHUNK_NBYTES_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     CODECS_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,8 @@ class ChunkTable(_message.Message):
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
     STORED_NBYTES_FIELD_NUMBER: _ClassVar[int]
     OBJECT_KEYS_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    KEY_IDS_FIELD_NUMBER: _ClassVar[int]
     chunk_nbytes: int
     digests: bytes
     codecs: _containers.RepeatedScalarFieldContainer[int]
@@ -60,7 +62,9 @@ class ChunkTable(_message.Message):
     offsets: _containers.RepeatedScalarFieldContainer[int]
     stored_nbytes: _containers.RepeatedScalarFieldContainer[int]
     object_keys: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, chunk_nbytes: _Optional[int] = ..., digests: _Optional[bytes] = ..., codecs: _Optional[_Iterable[int]] = ..., objects: _Optional[_Iterable[int]] = ..., offsets: _Optional[_Iterable[int]] = ..., stored_nbytes: _Optional[_Iterable[int]] = ..., object_keys: _Optional[_Iterable[str]] = ...) -> None: ...
+    keys: _containers.RepeatedScalarFieldContainer[int]
+    key_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, chunk_nbytes: _Optional[int] = ..., digests: _Optional[bytes] = ..., codecs: _Optional[_Iterable[int]] = ..., objects: _Optional[_Iterable[int]] = ..., offsets: _Optional[_Iterable[int]] = ..., stored_nbytes: _Optional[_Iterable[int]] = ..., object_keys: _Optional[_Iterable[str]] = ..., keys: _Optional[_Iterable[int]] = ..., key_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SegmentIndex(_message.Message):
     __slots__ = ("run", "id", "rank", "world_size", "group", "nbytes", "layout_digest", "tensors", "chunks", "state", "rank_state", "captured_at", "environment", "parent", "audit")
