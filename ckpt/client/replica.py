@@ -12,6 +12,7 @@ from ckpt.format.ids import CheckpointId
 from ckpt.format.peer import PeerNode
 from ckpt.format.segment import chunk_range
 from ckpt.rpc.bulk import FRAME_NBYTES, REPLICATE, bulk_path
+from ckpt.rpc.messages import parse_reply
 from ckpt.rpc.throttle import Throttle
 from ckpt.storage.staging import RunConfig, StagingDir, os_errors
 from ckpt_proto.v1 import replica_pb2, replica_pb2_grpc
@@ -141,7 +142,7 @@ class ReplicaClient(Client):
 
         timeout_s = _CALL_S + len(data) / _SLOWEST_BYTES_PER_S
         reply = self._connection.call(self._replicate, messages(), timeout_s=timeout_s)
-        return list(replica_pb2.OfferResponse.FromString(reply).wanted_chunks)
+        return list(parse_reply(replica_pb2.OfferResponse(), reply).wanted_chunks)
 
     def _send(
         self,
@@ -160,7 +161,7 @@ class ReplicaClient(Client):
         except CkptError as error:
             # gRPC pulls the messages in a thread of its own and turns what they raise into CANCELLED.
             raise (failures[0] if failures else error) from error
-        return list(replica_pb2.OfferResponse.FromString(reply).wanted_chunks)
+        return list(parse_reply(replica_pb2.OfferResponse(), reply).wanted_chunks)
 
 
 def _messages(

@@ -11,6 +11,7 @@ from ckpt.errors import CkptError, CorruptError, UnavailableError
 from ckpt.format.ids import CheckpointId
 from ckpt.format.segment import chunk_range
 from ckpt.rpc.bulk import FRAME_NBYTES, PUT_CHUNKS, bulk_path
+from ckpt.rpc.messages import parse_reply
 from ckpt.storage.staging import StagingDir, os_errors
 from ckpt_proto.v1 import disk_pb2, staging_pb2
 
@@ -132,7 +133,7 @@ class Remote:
                     data = _translated(lambda: stub(frames, timeout=deadline, metadata=self._metadata))  # noqa: B023
                 except CkptError as error:
                     raise (failures[0] if failures else error) from error
-            reply = staging_pb2.SealResponse.FromString(data)
+            reply = parse_reply(staging_pb2.SealResponse(), data)
             if reply.result == staging_pb2.SealResponse.RESULT_ACCEPTED:
                 return
             wanted = list(reply.wanted_chunks)

@@ -140,6 +140,11 @@ def object_extents(table: disk_pb2.ChunkTable, nbytes: int) -> dict[str, int]:
         CorruptError: code "chunk-table": its lists do not fit together.
     """
     count = len(table.digests) // DIGEST_NBYTES
+    lists = (table.objects, table.offsets, table.stored_nbytes)
+    if any(len(numbers) not in (0, count) for numbers in lists) or (
+        count and max(table.objects, default=0) >= len(table.object_keys)
+    ):
+        raise CorruptError("chunk table is malformed", code="chunk-table", chunks=count)
     if not (table.objects or table.offsets or table.stored_nbytes):
         return dict.fromkeys(table.object_keys, nbytes)
     lists = (table.objects, table.offsets, table.stored_nbytes)

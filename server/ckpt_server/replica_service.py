@@ -8,12 +8,12 @@ import threading
 from collections.abc import Callable, Iterator
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from ckpt.errors import InvalidInputError, RefusedError, UnavailableError
 from ckpt.format import keys
 from ckpt.format.ids import CheckpointId, split_run_url
 from ckpt.format.peer import PeerNode
+from ckpt.rpc.messages import parse_request
 from ckpt.storage.staging import RunConfig
 from ckpt_proto.v1 import disk_pb2, replica_pb2, replica_pb2_grpc
 from ckpt_server.peers import Peers
@@ -85,10 +85,7 @@ class ReplicaService(replica_pb2_grpc.ReplicaServicer):
         first = next(messages, None)
         if first is None:
             raise InvalidInputError("the stream is empty; the header comes first")
-        try:
-            header = replica_pb2.ReplicateHeader.FromString(first)
-        except DecodeError as error:
-            raise InvalidInputError("the first message is not a ReplicateHeader") from error
+        header = parse_request(replica_pb2.ReplicateHeader(), first)
         ident = CheckpointId.from_proto(header.id)
         segment = Segment(run_key=header.run_key, ident=ident, rank=header.rank)
         wanted = self._receiver.receive(segment, list(header.chunks), messages)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ckpt.client.restore import room_for
 from ckpt.errors import CorruptError, UnavailableError
-from ckpt.format.chunks import check_chunk_table, stored_chunk
+from ckpt.format.chunks import check_chunk_table, object_extents, stored_chunk
 from ckpt.format.codec import decode_chunk
 from ckpt.format.envelope import Kind, seal_message
 from ckpt.format.held import Held
@@ -134,6 +134,19 @@ def test_a_chunk_table_must_have_a_digest_for_every_chunk(chunk_nbytes: int, dig
     table = disk_pb2.ChunkTable(chunk_nbytes=chunk_nbytes, digests=bytes(16 * digests))
     with pytest.raises(CorruptError):
         check_chunk_table(disk_pb2.SegmentIndex(nbytes=600_000, chunks=table))
+
+
+@pytest.mark.parametrize(
+    "change", [{"objects": [1]}, {"objects": [0, 0]}, {"offsets": [0, 1]}, {"stored_nbytes": [1, 1]}]
+)
+def test_the_ends_of_objects_are_asked_of_a_sound_table_only(change: dict[str, list[int]]) -> None:
+    table = disk_pb2.ChunkTable(chunk_nbytes=16, digests=bytes(16), object_keys=["data/00/x"], offsets=[0])
+    assert object_extents(table, 16) == {"data/00/x": 16}
+    for name, numbers in change.items():
+        table.ClearField(name)
+        getattr(table, name).extend(numbers)
+    with pytest.raises(CorruptError):
+        object_extents(table, 16)
 
 
 def test_stored_bytes_larger_than_raw_are_refused() -> None:
