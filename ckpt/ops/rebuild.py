@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from ckpt.digest import Buffer, digest
 from ckpt.errors import CkptError, CorruptError, NotFoundError
 from ckpt.format.chunks import StoredChunk, stored_chunks
-from ckpt.format.codec import decode_chunk, encode_chunk
-from ckpt.format.ids import CheckpointId
+from ckpt.format.ids import CheckpointId, split_run_url
 from ckpt.ops.copies import Copies
+from ckpt.ops.stored import close_chunk, open_chunk
 from ckpt.ops.tiers import REMOTE
 from ckpt.storage.base import Store
 from ckpt_proto.v1 import disk_pb2
@@ -74,6 +74,7 @@ class Rebuilder:
 
     def __init__(self, store: Store, copies: Copies) -> None:
         self._store = store
+        self._run = split_run_url(store.url)[1]
         self._copies = copies
 
     def problem(
@@ -180,7 +181,7 @@ class Rebuilder:
                 holders=", ".join(f"{ident} rank {rank}" for ident, rank, _ in demand.holders),
             )
         name, raw = found
-        codec, stored = encode_chunk(chunk.codec, raw)
+        codec, stored = close_chunk(chunk, raw, run=self._run)
         if (codec, len(stored)) != (chunk.codec, chunk.nbytes):
             raise CorruptError(
                 "a good copy of a chunk compresses to another size than the one that was lost, so it cannot "
@@ -203,7 +204,7 @@ class Rebuilder:
             stored = self._store.get_range(chunk.object_key, chunk.offset, chunk.nbytes)
         except NotFoundError as error:
             raise CorruptError("segment is not in the store", code="missing", key=chunk.object_key) from error
-        raw = decode_chunk(chunk.codec, stored, chunk.raw_nbytes)
+        raw = open_chunk(chunk, stored, run=self._run)
         if digest(raw) != chunk.digest:
             raise CorruptError(
                 "digest does not match: the chunk is damaged",

@@ -12,7 +12,9 @@ from ckpt.format.chunks import StoredChunk, stored_chunks
 from ckpt.format.crypt import ChunkKey, decrypt_chunk, encrypt_chunk
 from ckpt.format.ids import CheckpointId
 from ckpt.ops.catalog import load_checkpoint
+from ckpt.ops.copies import NodeCopies
 from ckpt.ops.fetch import fetch_tensor
+from ckpt.ops.repair import repair_checkpoint
 from ckpt.ops.verify import verify_deep, verify_quick
 from ckpt.storage.base import Store
 from ckpt.storage.key_source import KeySource, environment_keys
@@ -123,6 +125,22 @@ def test_a_flipped_bit_is_damage_and_named(tmp_path: Path, store: Store, world: 
     (problem,) = verify_deep(load_checkpoint(store, ID))
     assert problem.code == "decrypt"
     assert problem.context["chunk"] == 1
+
+
+@pytest.mark.parametrize("compression", ["off", "on"])
+def test_a_damaged_chunk_is_put_again_encrypted(
+    tmp_path: Path, store: Store, world: World, compression: str
+) -> None:
+    """From the sealed segment on the node, which is plain."""
+    node = Node(tmp_path / "node", store, key=OLD)
+    node.save(ID, world, wanted=compression)
+    chunk = chunks_of(store, ID)[1]
+    data = bytearray(store.get(chunk.object_key))
+    data[chunk.offset + 20] ^= 1
+    store.put(chunk.object_key, bytes(data))
+    repair_checkpoint(store, ID, NodeCopies(node.staging, node.run_key))
+    node.check(ID, world)
+    assert world.tensors["weight"][10].tobytes() not in store.get(chunk.object_key)
 
 
 def test_chunks_cannot_change_places(tmp_path: Path, store: Store, world: World) -> None:
