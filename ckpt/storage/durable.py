@@ -44,14 +44,18 @@ _CODES = {
 
 
 def os_error(error: OSError, path: str | os.PathLike[str]) -> CkptError:
-    """Translate an OSError: absence, existence, or unavailable (codes ``no-space``, ``denied``)."""
+    """Translate an OSError: absence, existence, or unavailable (codes ``no-space``, ``denied``).
+
+    The context names the path and, as ``errno``, what the kernel said (``EIO``: the disk is failing).
+    """
     if isinstance(error, FileNotFoundError):
         return NotFoundError("no such file", path=path)
     if isinstance(error, FileExistsError):
         return ConflictError("the file exists", path=path)
     reason = os.strerror(error.errno) if error.errno else str(error)
     code = _CODES.get(error.errno or 0, "unavailable")
-    return UnavailableError("the file system refused", code=code, path=path, reason=reason)
+    name = errno.errorcode.get(error.errno or 0, "")
+    return UnavailableError("the file system refused", code=code, path=path, errno=name, reason=reason)
 
 
 def fsync_dir(path: str | os.PathLike[str]) -> None:

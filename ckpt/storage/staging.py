@@ -73,7 +73,8 @@ def os_errors(message: str, **context: object) -> Iterator[None]:
         # EFBIG: a limit on the size of files, which to the caller is a full disk.
         code = "no-space" if error.errno == errno.EFBIG else found.code
         reason = error.strerror or str(error)
-        raise type(found)(message, code=code, **context, reason=reason) from error
+        name = errno.errorcode.get(error.errno or 0, "")
+        raise type(found)(message, code=code, **context, errno=name, reason=reason) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
