@@ -51,6 +51,7 @@ __all__ = [
     "run_key",
     "segment_key",
     "segment_keys",
+    "segment_of_data_key",
 ]
 
 ATTEMPTS = "attempts/"
@@ -178,6 +179,13 @@ def checkpoint_of_data_key(key: str) -> CheckpointId | None:
     """Return the checkpoint whose segment is at ``key``, or None for a foreign key."""
     match = _DATA.fullmatch(key)
     return CheckpointId.parse(match[1]) if match else None
+
+
+def segment_of_data_key(key: str) -> str | None:
+    """Return the key of the segment that the object at ``key`` has chunks of; None for a foreign key."""
+    match = _PACK.fullmatch(key)
+    whole = f"{match[0][: match.start(1) - 1]}.safetensors" if match else key
+    return whole if _DATA.fullmatch(whole) and whole.endswith(".safetensors") else None
 
 
 def layout_key(layout_digest: bytes) -> str:

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ckpt.clock import Clock, SystemClock
-from ckpt.errors import InvalidInputError
+from ckpt.errors import CorruptError, InvalidInputError, NotFoundError
 from ckpt.events import event, get_logger
 from ckpt.format.ids import CheckpointId
-from ckpt.format.keys import DATA, INDEX, checkpoint_of_data_key, checkpoint_of_index_key
+from ckpt.format.keys import (
+    DATA,
+    INDEX,
+    checkpoint_of_data_key,
+    checkpoint_of_index_key,
+    own_object_key,
+    segment_of_data_key,
+)
 from ckpt.ops.attempts import newest_attempt
-from ckpt.ops.catalog import awaited_parents, exists, list_checkpoints
+from ckpt.ops.catalog import awaited_parents, exists, list_checkpoints, read_manifest
+from ckpt.ops.groups import list_groups, read_group_headers
 from ckpt.ops.references import Manifests, look_at_unpublished
-from ckpt.storage.base import HasUploads, Store
+from ckpt.storage.base import HasUploads, ObjectInfo, Store
 
 __all__ = ["GRACE_LEAST_S", "Swept", "check_grace", "sweep", "sweep_uploads"]
 
@@ -26,7 +34,7 @@ GRACE_LEAST_S = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swept:
-    """What went (would go) of one checkpoint: ``objects`` keys."""
+    """What went (would go) of one checkpoint, or beside a committed one: ``objects`` keys."""
 
     ident: CheckpointId
     objects: int
@@ -46,6 +54,7 @@ def sweep(
     store: Store, *, older_than_s: float, dry_run: bool = False, clock: Clock | None = None
 ) -> Iterator[Swept]:
     """Delete group indexes and segments that no checkpoint needs; yield whose they were, oldest first.
+    Then what lies beside the objects of a committed checkpoint (:class:`_Strays`).
 
     Left by saves that never committed and by prunes that were cut short. An object goes only if its
     checkpoint has no manifest, neither a manifest nor an upload under way refers to it, all objects of that
@@ -73,14 +82,28 @@ def sweep(
     committed = {info.ident for info in list_checkpoints(store)}
     orphans: dict[CheckpointId, list[str]] = {}
     touched: dict[CheckpointId, float] = {}
+    strays = _Strays(store, now - older_than_s)
     for prefix in (INDEX, DATA):
         for info in store.list_keys(prefix):
             ident = _owner(info.key)
-            if ident is not None and ident not in committed:
+            if ident in committed:
+                strays.look_at(ident, info)
+            elif ident is not None:
                 orphans.setdefault(ident, []).append(info.key)
                 touched[ident] = max(touched.get(ident, 0.0), info.modified_at)
-    if not orphans:
-        return  # the manifests need not be read
+    if orphans:  # else the manifests need not be read
+        yield from _sweep_orphans(store, orphans, touched, older_than=now - older_than_s, dry_run=dry_run)
+    yield from strays.sweep(dry_run=dry_run)
+
+
+def _sweep_orphans(
+    store: Store,
+    orphans: Mapping[CheckpointId, list[str]],
+    touched: Mapping[CheckpointId, float],
+    *,
+    older_than: float,
+    dry_run: bool,
+) -> Iterator[Swept]:
     committed = {info.ident for info in list_checkpoints(store)}
     needed = Manifests(store).references()
     newest = newest_attempt(store) or 0
@@ -91,7 +114,7 @@ def sweep(
 
     def is_garbage(ident: CheckpointId) -> bool:
         overtaken = ident.attempt < newest or ident.step < highest.get(ident.attempt, -1)
-        old = touched[ident] < now - older_than_s
+        old = touched[ident] < older_than
         return ident not in committed and ident not in awaited and overtaken and old
 
     # Read after the manifests, so that nobody begins to borrow unseen (ckpt.ops.borrow).
@@ -106,6 +129,51 @@ def sweep(
             store.delete(sorted(keys, reverse=True))  # marks, then group indexes, then segments
             event(_log, logging.INFO, "sweep.done", checkpoint=ident, objects=len(keys))
         yield Swept(ident=ident, objects=len(keys))
+
+
+class _Strays:
+    """Second objects of a segment whose checkpoint is committed.
+
+    Two servers that pack one segment differently, or one that was killed after it had sent its object and
+    then borrows otherwise, leave two objects; the group index names one. No table names the other, and none
+    ever will: whoever finds the group index there takes it.
+    """
+
+    def __init__(self, store: Store, older_than: float) -> None:
+        self._store = store
+        self._older_than = older_than
+        self._last: ObjectInfo | None = None
+        self._found: dict[CheckpointId, dict[str, ObjectInfo]] = {}
+
+    def look_at(self, ident: CheckpointId, info: ObjectInfo) -> None:
+        """Take a key of a committed checkpoint. To be called in ascending order: a segment's objects are
+        neighbours.
+        """
+        last, self._last = self._last, info
+        if last is not None and segment_of_data_key(info.key) == segment_of_data_key(last.key) is not None:
+            self._found.setdefault(ident, {}).update({last.key: last, info.key: info})
+
+    def sweep(self, *, dry_run: bool) -> Iterator[Swept]:
+        """Delete those that are old and that no group index names."""
+        for ident, found in sorted(self._found.items()):
+            try:
+                groups = read_group_headers(self._store, list_groups(self._store, ident).in_order())
+                world_size = read_manifest(self._store, ident).world_size
+            except (CorruptError, NotFoundError) as error:
+                event(_log, logging.WARNING, "sweep.damaged_index", checkpoint=ident, reason=error)
+                continue
+            segments = [segment for group in groups for segment in group.header.segments]
+            if len(segments) != world_size:  # what is missing might name it
+                continue
+            named = {own_object_key(segment.object_key, segment.pack) for segment in segments}
+            old = [key for key, info in found.items() if info.modified_at < self._older_than]
+            keys = [key for key in old if key not in named]
+            if not keys:
+                continue
+            if not dry_run:
+                self._store.delete(keys)
+                event(_log, logging.INFO, "sweep.strays", checkpoint=ident, objects=len(keys))
+            yield Swept(ident=ident, objects=len(keys))
 
 
 def sweep_uploads(

@@ -66,8 +66,8 @@ class FaultProxy:
         """Read a request's body, at the rate of the link."""
         parts = []
         while nbytes:
+            part = body.read(min(nbytes, _PIECE_NBYTES))
             with self._line:
-                part = body.read(min(nbytes, _PIECE_NBYTES))
                 self.received_nbytes += len(part)
                 if self.rate is not None:
                     time.sleep(len(part) / self.rate)

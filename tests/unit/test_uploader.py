@@ -245,6 +245,26 @@ def test_two_servers_that_pack_a_segment_differently_do_not_harm_each_other(
     nodes[1].check(ident(10), world)
 
 
+def test_the_sweep_takes_an_object_that_the_committed_segment_does_not_name(
+    node: Node, world: World, tmp_path: Path
+) -> None:
+    other = Node(tmp_path / "other", node.store)
+    for one in (node, other):
+        one.seal(ident(10), world)
+    other.upload(ident(10), wanted="on")  # and it dies before it can publish
+    node.save(ident(10), world)
+    ours, stray = (
+        segment_key(ident(10), 0),
+        next(info.key for info in node.store.list_keys(DATA) if info.key.endswith(".pack")),
+    )
+    assert swept(node.store, older_than_s=3e9, clock=FakeClock(4e9)) == 0  # too young
+    assert swept(node.store, older_than_s=1e6, dry_run=True, clock=FakeClock(4e9)) == 1
+    assert swept(node.store, older_than_s=1e6, clock=FakeClock(4e9)) == 1
+    assert [info.key for info in node.store.list_keys(DATA)] == [ours] != [stray]
+    node.check(ident(10), world)
+    assert swept(node.store, older_than_s=1e6, clock=FakeClock(4e9)) == 0
+
+
 def test_what_was_sent_is_not_sent_again_after_a_crash(node: Node, world: World) -> None:
     node.seal(ident(10), world)
     assert node.upload(ident(10)).sent_nbytes > 0
