@@ -7,6 +7,8 @@ claims    what G1, G2, G4, G5 speak of and a save leaves as it was: run, parent,
 pattern   what may differ from save to save and must be read once per distinct value: states, references
 envelope  of the group index's header, as ``groups_digest`` of the manifest is made of
 
+and, where a segment is compressed or borrows chunks, how many bytes the group's own objects take.
+
 So once a committer has proved the invariants for all groups, equal claims carry the proof over. What is left
 of G3 (keys, digests, packing) was checked by whoever put the mark, on the very bytes it names.
 """
@@ -22,7 +24,7 @@ from itertools import accumulate
 from ckpt.digest import DIGEST_NBYTES, digest
 from ckpt.format.ids import CheckpointId
 from ckpt.format.keys import index_prefix
-from ckpt.format.manifest import GroupIndex
+from ckpt.format.manifest import GroupIndex, stored_nbytes
 from ckpt.format.summaries import Summaries
 from ckpt_proto.v1 import disk_pb2
 
@@ -40,32 +42,39 @@ MARKS_FROM = 64
 """Checkpoints of at least so many groups have marks; below, reading the headers is cheap."""
 
 _MARK = re.compile(
-    r"^mark-(\d{5})-of-(\d{5})\.([0-9a-f]{32})\.([0-9a-f]{32})\.([0-9a-f]{32})$", re.MULTILINE | re.ASCII
+    r"^mark-(\d{5})-of-(\d{5})\.([0-9a-f]{32})\.([0-9a-f]{32})\.([0-9a-f]{32})(?:\.([0-9a-f]{16}))?$",
+    re.MULTILINE | re.ASCII,
 )
 _HEAD = struct.Struct("<IIIQII")
 
 
 @dataclass(frozen=True, slots=True)
 class GroupMark:
-    """What the name of a mark says. Digests are hexadecimal, as in the name."""
+    """What the name of a mark says. Digests are hexadecimal, as in the name.
+
+    ``stored`` is the size of the group's own objects, 16 hexadecimal digits; empty: that of its segments.
+    """
 
     index: int
     count: int
     claims: str
     pattern: str
     envelope: str
+    stored: str = ""
 
     @classmethod
     def of(cls, group: GroupIndex) -> GroupMark:
         """Return the mark of a group index. The caller has checked the group (G3)."""
         header = group.header
         pattern = b"".join(map(_pattern, header.segments))
+        is_raw = not any(segment.HasField("stored_nbytes") for segment in header.segments)
         return cls(
             header.group.index,
             header.group.count,
             group_claims(Summaries.of([group]))[0].hex(),
             digest(pattern).hex(),
             group.digest.hex(),
+            "" if is_raw else f"{sum(map(stored_nbytes, header.segments)):016x}",
         )
 
 
@@ -112,9 +121,9 @@ def mark_prefix(ident: CheckpointId) -> str:
 
 
 def mark_key(ident: CheckpointId, mark: GroupMark) -> str:
-    """``index/<id>/mark-00002-of-12500.<claims>.<pattern>.<envelope>``."""
+    """``index/<id>/mark-00002-of-12500.<claims>.<pattern>.<envelope>``, and ``.<stored>`` where there is."""
     name = f"mark-{mark.index:05d}-of-{mark.count:05d}.{mark.claims}.{mark.pattern}.{mark.envelope}"
-    return index_prefix(ident) + name
+    return index_prefix(ident) + name + (f".{mark.stored}" if mark.stored else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,19 +131,25 @@ class MarkColumns:
     """The marks of all groups of a checkpoint, in order, as columns (digests hexadecimal).
 
     Attributes:
-        claims, patterns, envelopes: (groups,) what the names say.
+        claims, patterns, envelopes, stored: (groups,) what the names say.
     """
 
     claims: tuple[str, ...]
     patterns: tuple[str, ...]
     envelopes: tuple[str, ...]
+    stored: tuple[str, ...]
 
     def __len__(self) -> int:
         return len(self.claims)
 
     def __getitem__(self, number: int) -> GroupMark:
         return GroupMark(
-            number, len(self), self.claims[number], self.patterns[number], self.envelopes[number]
+            number,
+            len(self),
+            self.claims[number],
+            self.patterns[number],
+            self.envelopes[number],
+            self.stored[number],
         )
 
     def members(self) -> dict[str, list[int]]:
@@ -155,8 +170,8 @@ def parse_mark_names(names: Iterable[str]) -> MarkColumns | None:
     found = _MARK.findall("\n".join(names))
     if not found:
         return None
-    indexes, counts, claims, patterns, envelopes = zip(*found, strict=True)
+    indexes, counts, claims, patterns, envelopes, stored = zip(*found, strict=True)
     expected = [f"{number:05d}" for number in range(len(found))]
     if list(indexes) != expected or set(counts) != {f"{len(found):05d}"}:
         return None
-    return MarkColumns(claims, patterns, envelopes)
+    return MarkColumns(claims, patterns, envelopes, stored)

@@ -132,8 +132,8 @@ def _holds(data: bytes, segments: Sequence[disk_pb2.SegmentIndex], *, key: str) 
 
 
 def _is_unmarked(summary: disk_pb2.SegmentSummary) -> bool:
-    """Whether a commit must read the header: for digests of an audit, or for what a segment takes."""
-    return summary.HasField("audit") or summary.HasField("stored_nbytes")
+    """Whether a commit must read the header: for digests of an audit."""
+    return summary.HasField("audit")
 
 
 def _put_mark(store: Store, ident: CheckpointId, group: GroupIndex) -> None:

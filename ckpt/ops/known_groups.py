@@ -45,12 +45,14 @@ class _Proved:
         claims: of every group, one after the other, hexadecimal.
         ranks: (segments,) in the order of the groups.
         begins: (groups,) where each group's ranks begin.
+        nbytes: (groups,) raw size of each group's segments.
         whole: as proved.
     """
 
     claims: str
     ranks: NDArray[np.int64]
     begins: NDArray[np.int64]
+    nbytes: tuple[int, ...]
     whole: Whole
 
 
@@ -66,9 +68,13 @@ class KnownGroups:
         if len(summaries.groups) < MARKS_FROM or whole.warnings:
             return
         claims = "".join(found.hex() for found in group_claims(summaries))
+        begins = np.cumsum(summaries.counts) - summaries.counts
+        nbytes = tuple(
+            sum(summaries.nbytes[begin : begin + count])
+            for begin, count in zip(begins.tolist(), summaries.counts.tolist(), strict=True)
+        )
         with self._lock:
-            begins = np.cumsum(summaries.counts) - summaries.counts
-            self._proved = _Proved(claims, summaries.ranks, begins, whole)
+            self._proved = _Proved(claims, summaries.ranks, begins, nbytes, whole)
 
     def recall(self, store: Store, ident: CheckpointId) -> Whole | None:
         """Return what a manifest of ``ident`` says, where its marks show it to be like the one proved before.
@@ -104,7 +110,10 @@ class KnownGroups:
             proved.whole,
             first=groups[0].header,
             groups_digest=digest(bytes.fromhex("".join(marks.envelopes))),
-            stored_nbytes=proved.whole.nbytes,  # where anything is packed or borrowed there are no marks
+            stored_nbytes=sum(
+                int(stored, 16) if stored else raw
+                for stored, raw in zip(marks.stored, proved.nbytes, strict=True)
+            ),
             references=tuple(references),
             state_ranks=state_ranks(pairs),
         )

@@ -113,6 +113,29 @@ def test_the_shortcut_commits_the_same_manifest_as_the_whole_proof(group_size: i
     assert manifests[0].groups_digest != b""
 
 
+def test_the_shortcut_knows_what_compressed_segments_take() -> None:
+    manifests = []
+    for known in (KnownGroups(), None):
+        store = CountingStore(memory_store())
+        commit(store, staged(store, 10).ident, known)  # raw: what is stored is no claim
+        second = staged(store, 20, codec=disk_pb2.CODEC_ZSTD_BYTEGROUP4)
+        store.reset()
+        manifests.append(commit(store, second.ident, known))
+        if known is not None:
+            assert store.requests["get_range"] == 4  # one group of each kind
+    assert manifests[0] == manifests[1]
+    assert 0 < manifests[0].stored_nbytes < manifests[0].nbytes
+
+
+def test_a_mark_that_lies_about_what_is_stored_is_not_believed() -> None:
+    def change(store: Store, built: Built) -> None:
+        (key,) = [key for key in marks_of(store, built.ident) if "/mark-00000-" in key]
+        store.delete([key])
+        store.put(f"{key}.{1:016x}", b"")
+
+    recommit(change)
+
+
 def recommit(change: Callable[[Store, Built], None], *, error: str = "") -> None:
     """Prove step 10, spoil step 20; a committer that knows step 10 does what one does that does not."""
     outcomes = []
