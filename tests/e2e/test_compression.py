@@ -21,7 +21,7 @@ from tests.support.bits import assert_same_bits
 from tests.support.builders import memory_store
 from tests.support.faultproxy import FaultProxy
 from tests.support.models import full_state
-from tests.support.runs import Place
+from tests.support.runs import Place, stop_server
 from tests.support.s3 import Ministack
 from tests.support.sealing import make_world
 from tests.support.uploading import Node
@@ -55,10 +55,10 @@ def test_a_trained_fp32_adamw_state_takes_85_percent_at_most_and_comes_back_exac
     assert verify_deep(checkpoint) == []
     store.close()
     other, its_optimizer = _trained(1, steps=1)
-    with CheckpointManager(
-        place.url, model=other, optimizer=its_optimizer, staging_dir=place.staging.with_name("other")
-    ) as manager:
-        assert manager.restore() == 30  # from the store: nothing is staged there
+    elsewhere = place.staging.with_name("elsewhere")  # nothing is staged there: it comes from the store
+    with CheckpointManager(place.url, model=other, optimizer=its_optimizer, staging_dir=elsewhere) as manager:
+        assert manager.restore() == 30
+    stop_server(elsewhere)
     assert_same_bits(full_state(other, its_optimizer), full_state(model, optimizer))
 
 
