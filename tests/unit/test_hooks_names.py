@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 
+from ckpt_trainer_hooks.names import owned_tensors
 from tests.support.bits import assert_same_bits, bits_of
 from tests.support.snapshot_trip import put_back, take, train_state
 
@@ -225,3 +226,49 @@ def test_averaged_model_and_parametrization_come_back() -> None:
     assert_same_bits(other.state_dict(), model.state_dict())
     assert_same_bits(fresh.state_dict(), average.state_dict())
     assert fresh.n_averaged == 2
+
+
+# --- one walk finds what torch's own methods find ---
+
+
+class _Renaming(nn.Module):
+    """A class with names of its own, as FSDP1 has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 3)
+
+    def named_parameters(self, *args: object, **kwargs: object) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((f"mine.{name}", p) for name, p in super().named_parameters())
+
+
+class _Shortened(nn.Module):
+    """A child that leaves a part of itself out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown = nn.Linear(2, 2)
+        self.hidden = nn.Linear(2, 2)
+
+    def named_modules(self, *args: object, **kwargs: object) -> Iterator[tuple[str, nn.Module]]:
+        return (found for found in super().named_modules(*args, **kwargs) if "hidden" not in found[0])  # type: ignore[arg-type]
+
+
+def _shared() -> nn.Module:
+    shared = nn.BatchNorm1d(4)
+    shared.register_buffer("scratch", torch.zeros(2), persistent=False)
+    shared.register_parameter("absent", None)
+    return nn.Sequential(shared, nn.Sequential(nn.Linear(4, 4), shared), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("make", [_shared, _Renaming, lambda: nn.Sequential(_Shortened(), nn.Linear(2, 2))])
+def test_one_walk_finds_the_tensors_that_torch_names(make: Callable[[], nn.Module]) -> None:
+    module = make()
+    found = owned_tensors(module)
+    for ours, torchs in (
+        (found.parameters, module.named_parameters(remove_duplicate=False)),
+        (found.buffers, module.named_buffers(remove_duplicate=False)),
+    ):
+        assert [(name, id(tensor)) for name, tensor in ours.items()] == [
+            (name, id(tensor)) for name, tensor in torchs
+        ]

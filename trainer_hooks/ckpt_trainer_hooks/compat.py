@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 __all__ = [
+    "WRAPPER_CHILDREN",
     "as_dtensor",
     "collective_sequence",
     "default_store",
@@ -30,6 +31,7 @@ __all__ = [
     "local_tensor",
     "mesh_ranks",
     "partial_reduction",
+    "plain_paths",
     "root_mesh",
     "set_partial_reduction",
     "set_unsharded_gradient",
@@ -40,11 +42,18 @@ __all__ = [
 ]
 
 _SCHEDULES = "torch.distributed.pipelining.schedules"
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+WRAPPER_CHILDREN = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+"""Names of children that may be no more than what a wrapper wraps; see :func:`is_wrapper_step`."""
 
 
 def as_dtensor(tensor: torch.Tensor) -> DTensor | None:
-    """Return ``tensor`` as a DTensor, or None. Imports the DTensor module only where it is in use."""
-    if type(tensor) is torch.Tensor or not dist.is_available():
+    """Return ``tensor`` as a DTensor, or None. Imports the DTensor module only where it is in use.
+
+    A parameter that is a DTensor has that class; ``torch.nn.Parameter`` itself is only over plain tensors.
+    """
+    if type(tensor) in _PLAIN or not dist.is_available():
         return None
     from torch.distributed.tensor import DTensor  # costs 0.3 s at import; plain runs never need it
 
@@ -144,6 +153,37 @@ def inside_pipeline_schedule() -> bool:
         if frame.f_globals.get("__name__") == _SCHEDULES:
             return True
     return False
+
+
+def plain_paths(root: torch.nn.Module) -> list[tuple[str, torch.nn.Module]] | None:
+    """Every (prefix of names, module) under ``root``, as ``named_modules(remove_duplicate=False)`` has them.
+
+    None where a class names its parts in a way of its own; torch's methods have to be asked then. A fifth of
+    their time, because they nest a generator per level.
+
+    Private: ``Module._modules``, ``_parameters``, ``_buffers`` and ``_named_members``, and that
+    ``named_modules``, ``named_parameters`` and ``named_buffers`` are made of these.
+    """
+    kind = type(root)
+    if any(
+        getattr(kind, name) is not getattr(torch.nn.Module, name) or name in vars(root) for name in _NAMING
+    ):
+        return None
+    found: list[tuple[str, torch.nn.Module]] = []
+    return found if _collect("", root, found) else None
+
+
+_NAMING = ("named_parameters", "named_buffers", "_named_members")
+
+
+def _collect(prefix: str, module: torch.nn.Module, found: list[tuple[str, torch.nn.Module]]) -> bool:
+    children = module._modules
+    if type(module).named_modules is not torch.nn.Module.named_modules or not isinstance(children, dict):
+        return False
+    found.append((prefix, module))
+    return all(
+        child is None or _collect(f"{prefix}{name}.", child, found) for name, child in children.items()
+    )
 
 
 def is_fsdp1(module: torch.nn.Module) -> bool:

@@ -18,7 +18,7 @@ import torch
 
 from ckpt.errors import InvalidInputError
 from ckpt_trainer_hooks.compat import as_dtensor, is_fsdp1
-from ckpt_trainer_hooks.names import MODEL_ITEM, parameter_names
+from ckpt_trainer_hooks.names import MODEL_ITEM, owned_tensors, parameter_names
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -111,7 +111,7 @@ class _ModuleView(torch.nn.Module):
     def pull(self) -> None:
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-        names = parameter_names({MODEL_ITEM: self.live})
+        names = parameter_names({MODEL_ITEM: owned_tensors(self.live)})
         parameters = set(names.values())
         trained = {names[id(p)] for p in self.live.parameters() if p.requires_grad}
         self._modules.clear()
@@ -188,7 +188,7 @@ class _OptimizerView(torch.optim.Optimizer):
             group.update({key: value for key, value in mine.items() if key != "params"})
 
     def _groups(self) -> Iterator[tuple[dict[str, Any], list[str]]]:
-        names = parameter_names({MODEL_ITEM: self._view.live})
+        names = parameter_names({MODEL_ITEM: owned_tensors(self._view.live)})
         for group in self.live.param_groups:
             yield group, [names[id(parameter)] for parameter in group["params"]]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -23,11 +23,16 @@ from ckpt.format.layout import (
 from ckpt_trainer_hooks.compat import as_dtensor, local_tensor, mesh_ranks, root_mesh, strided_split_factor
 from ckpt_trainer_hooks.meshes import with_replicas
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 __all__ = ["LayoutBuilder", "Placed", "check_plain_class", "dtype_name", "torch_dtype"]
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Placed(NamedTuple):
     """A tensor and where it lies.
 
     Attributes:
@@ -96,14 +101,22 @@ class LayoutBuilder:
             raise InvalidInputError("nested tensors cannot be stored; store their parts", tensor=name)
         distributed = as_dtensor(tensor)
         whole = tensor if distributed is None else local_tensor(distributed)
-        if type(whole) is not torch.Tensor:
+        if type(whole) not in _PLAIN:
             _check_class(name, whole)  # before detach(), which may return something else
         local = whole.detach()
-        signature: tuple[object, ...] = (type(local), local.layout, local.device, local.dtype, local.shape)
+        signature: tuple[object, ...]
         if distributed is None:
-            signature += (alone,)
+            signature = (type(local), local.layout, local.device, local.dtype, local.shape, alone)
         else:
-            signature += (distributed.shape, distributed.device_mesh, distributed.placements)
+            signature = (
+                type(local),
+                local.layout,
+                local.device,
+                local.dtype,
+                local.shape,
+                alone,
+                *_spec(distributed),
+            )
         known = self._known.get(name)
         if known is not None and known[0] == signature:
             return Placed(known[1], local)
@@ -157,6 +170,10 @@ class LayoutBuilder:
             root = Mesh.from_ranks(*mesh_ranks(root_mesh(mesh)))  # type: ignore[arg-type]
             known = self._meshes[mesh] = with_replicas(own, root, self._peers)
         return known
+
+
+def _spec(distributed: DTensor) -> tuple[object, ...]:
+    return (distributed.shape, distributed.device_mesh, distributed.placements)
 
 
 def _placement(name: str, placement: object) -> Placement:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from ckpt.errors import InvalidInputError
 from ckpt_trainer_hooks.chunks import ModelChunks
-from ckpt_trainer_hooks.compat import is_wrapper_step
+from ckpt_trainer_hooks.compat import WRAPPER_CHILDREN, is_wrapper_step, plain_paths
 
-__all__ = ["MODEL_ITEM", "canonical_names", "owned_tensors", "parameter_names"]
+__all__ = ["MODEL_ITEM", "ModuleTensors", "canonical_names", "owned_tensors", "parameter_names"]
 
 MODEL_ITEM = "model"  # parameters of the item of this name need no prefix in optimizer names
 
@@ -25,11 +26,23 @@ def canonical_names(root: torch.nn.Module, raw_names: Iterator[str] | list[str])
         InvalidInputError: two keys become one and are not one tensor (never with torch's own wrappers; with
             chunks of a model that do not have global names).
     """
-    raw = list(raw_names)
-    if not any(_is_step(module, child) for module in root.modules() for child in module._modules):
-        return {name: name for name in raw}
-    names = {name: _strip(root, name) for name in raw}
+    if not _is_wrapped(root, root.modules()):
+        return {name: name for name in raw_names}
+    return _stripped(root, raw_names)
+
+
+def _stripped(root: torch.nn.Module, raw_names: Iterator[str] | list[str]) -> dict[str, str]:
+    names = {name: _strip(root, name) for name in raw_names}
     return names if len(set(names.values())) == len(names) else _distinct(root, names)
+
+
+def _is_wrapped(root: torch.nn.Module, modules: Iterable[torch.nn.Module]) -> bool:
+    """Whether a name under ``root`` may have a part to be taken out; ``modules`` are all there are."""
+    return isinstance(root, ModelChunks) or any(
+        not WRAPPER_CHILDREN.isdisjoint(module._modules)
+        and any(_is_step(module, child) for child in module._modules)
+        for module in modules
+    )
 
 
 def _distinct(root: torch.nn.Module, names: Mapping[str, str]) -> dict[str, str]:
@@ -71,35 +84,75 @@ def _wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
     return next((child for name, child in module._modules.items() if is_wrapper_step(module, name)), None)
 
 
-def owned_tensors(module: torch.nn.Module, *, buffers: bool = True) -> dict[str, torch.Tensor]:
-    """Map FQNs to the parameters (and buffers) themselves.
+@dataclass(frozen=True, slots=True)
+class ModuleTensors:
+    """The tensors of a module by canonical name, found in one walk over it.
 
     By canonical name, because ``state_dict()`` strips the checkpoint wrapper's component from its keys
     and ``named_parameters()`` does not.
 
-    Raises:
-        InvalidInputError: one of them is lazy and has not got its shape yet.
+    Attributes:
+        module: the module.
+        is_wrapped: whether names have parts to be taken out.
+        parameters: the parameters themselves.
+        buffers: the buffers themselves, those that are not saved too.
     """
-    raw: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    if buffers:
-        raw |= dict(module.named_buffers(remove_duplicate=False))
-    for name, tensor in raw.items():
-        if is_lazy(tensor):
+
+    module: torch.nn.Module
+    is_wrapped: bool
+    parameters: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+
+    def canonical(self, raw_names: Iterator[str] | list[str]) -> dict[str, str]:
+        """:func:`canonical_names` of this module, without a walk where nothing wraps it."""
+        if self.is_wrapped:
+            return _stripped(self.module, raw_names)
+        return {name: name for name in raw_names}
+
+
+def owned_tensors(module: torch.nn.Module) -> ModuleTensors:
+    """Walk ``module`` once.
+
+    Raises:
+        InvalidInputError: a parameter or buffer is lazy and has not got its shape yet.
+    """
+    parameters: dict[str, torch.Tensor] = {}
+    buffers: dict[str, torch.Tensor] = {}
+    paths = plain_paths(module)
+    if paths is None:  # a class with a view of its own of what its names are
+        parameters.update(module.named_parameters(remove_duplicate=False))
+        buffers.update(module.named_buffers(remove_duplicate=False))
+        is_wrapped = _is_wrapped(module, module.modules())
+    else:
+        for prefix, part in paths:
+            parameters.update((prefix + name, p) for name, p in part._parameters.items() if p is not None)
+            buffers.update((prefix + name, b) for name, b in part._buffers.items() if b is not None)
+        is_wrapped = _is_wrapped(module, (part for _, part in paths))
+    _refuse_lazy(parameters)
+    _refuse_lazy(buffers)
+    if is_wrapped:
+        parameters = {fqn: parameters[raw] for raw, fqn in _stripped(module, list(parameters)).items()}
+        buffers = {fqn: buffers[raw] for raw, fqn in _stripped(module, list(buffers)).items()}
+    return ModuleTensors(module, is_wrapped, parameters, buffers)
+
+
+def _refuse_lazy(tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if type(tensor) is not torch.nn.Parameter and is_lazy(tensor):
             raise InvalidInputError(
                 "lazy parameter has no shape yet; run the model once before a save or restore", tensor=name
             )
-    return {fqn: raw[name] for name, fqn in canonical_names(module, list(raw)).items()}
 
 
-def parameter_names(modules: Mapping[str, torch.nn.Module]) -> dict[int, str]:
+def parameter_names(modules: Mapping[str, ModuleTensors]) -> dict[int, str]:
     """Map ``id(parameter)`` to its name for optimizer state, over all registered modules.
 
     A parameter that two names share has the first. Parameters of modules other than ``model`` are
     named ``<item>:<fqn>``.
     """
     found: dict[int, str] = {}
-    for item, module in modules.items():
-        raw = dict(module.named_parameters(remove_duplicate=False))
-        for name, fqn in canonical_names(module, list(raw)).items():
-            found.setdefault(id(raw[name]), fqn if item == MODEL_ITEM else f"{item}:{fqn}")
+    for item, tensors in modules.items():
+        prefix = "" if item == MODEL_ITEM else f"{item}:"
+        for fqn, parameter in tensors.parameters.items():
+            found.setdefault(id(parameter), prefix + fqn)
     return found

@@ -115,7 +115,7 @@ class _Walk:
         is_sharded = as_dtensor(parameter) is not None
         for key, value in state.items():
             name = f"{self._item}.{fqn}.{key}"
-            if not isinstance(value, torch.Tensor):
+            if type(value) is not torch.Tensor and not isinstance(value, torch.Tensor):
                 _refuse_nested_dtensors(name, value)
                 self.scalars.setdefault(fqn, {})[key] = value
             elif key in self.declared.scales or key in self.declared.shards:

@@ -79,6 +79,7 @@ class _Target:
 
     name: str
     array: torch.Tensor
+    shape: torch.Size
     start: tuple[int, ...]
 
 
@@ -133,34 +134,42 @@ class Binding:
         flat = torch.frombuffer(arena.view, dtype=torch.uint8)
         header = torch.frombuffer(bytearray(plan.save.header), dtype=torch.uint8)
         flat[: header.numel()].copy_(header)
-        self._targets = {array.name: _target(flat, array) for array in plan.save.arrays}
+        targets = {array.name: _target(flat, array) for array in plan.save.arrays}
+        # By place in the plan; None: another replica stores it.
+        self._targets = [targets.get(layout.name) for layout in plan.layouts]
 
     @collector_paused()
     def copies(self, leaves: Sequence[Leaf], *, deferred: bool) -> Copies:
-        """Return the copies of the leaves whose ``deferred`` is as asked for, with their versions now."""
-        result = Copies([], [], [], [], [])
-        for leaf in leaves:
-            if leaf.deferred is not deferred:
-                continue
-            target = self._targets.get(leaf.placed.layout.name)
-            if target is None:
-                continue  # another replica stores it
-            source = leaf.placed.local
-            result.names.append(target.name)
-            result.watched.append(source)
-            result.versions.append(version_of(source))
-            result.sources.append(_part(source, target))
-            result.targets.append(target.array)
-        return result
+        """Return the copies of the leaves whose ``deferred`` is as asked for, with their versions now.
+
+        Args:
+            leaves: of the plan, in its order.
+            deferred: see above.
+        """
+        chosen = [
+            (target, leaf.placed.local)
+            for target, leaf in zip(self._targets, leaves, strict=True)
+            if target is not None and leaf.deferred is deferred
+        ]
+        watched = [source for _, source in chosen]
+        return Copies(
+            names=[target.name for target, _ in chosen],
+            targets=[target.array for target, _ in chosen],
+            sources=[_part(source, target) for target, source in chosen],
+            watched=watched,
+            versions=[version_of(source) for source in watched],
+        )
 
 
 def _target(flat: torch.Tensor, array: StoredArray) -> _Target:
     view = flat[array.start : array.start + array.nbytes].view(torch_dtype(array.dtype)).view(array.shape)
-    return _Target(array.name, movable(view), array.local_start)
+    return _Target(array.name, movable(view), view.shape, array.local_start)
 
 
 def _part(source: torch.Tensor, target: _Target) -> torch.Tensor:
-    part = movable(source)
+    part = source if source.dtype is target.array.dtype else movable(source)
+    if part.shape == target.shape:
+        return part
     for dim, (start, size) in enumerate(zip(target.start, target.array.shape, strict=True)):
         if size != part.shape[dim]:
             part = part.narrow(dim, start, size)

@@ -39,7 +39,7 @@ from ckpt_trainer_hooks.generators import capture_generator, generator_type, is_
 from ckpt_trainer_hooks.gradients import GradientState, gradient_slots, own_record
 from ckpt_trainer_hooks.layout import LayoutBuilder, Placed, check_plain_class
 from ckpt_trainer_hooks.leaves import FlatState, Leaf, LeafKind, leaf_kind
-from ckpt_trainer_hooks.names import canonical_names, owned_tensors, parameter_names
+from ckpt_trainer_hooks.names import ModuleTensors, canonical_names, owned_tensors, parameter_names
 from ckpt_trainer_hooks.optimizer_capture import capture_optimizer, check_optimizers
 from ckpt_trainer_hooks.parts import describe_parts, inner_tensors, is_made_of_parts
 from ckpt_trainer_hooks.rng import capture_rng, restore_rng
@@ -50,6 +50,8 @@ __all__ = ["ItemKind", "TrainState", "is_tensor_entry"]
 
 _PATH_PART = re.compile(r"""\[['"](.*?)['"]\]|\[([^\]]*)\]""")
 
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _EXTRA_STATE = "_extra_state"  # torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
@@ -188,7 +190,8 @@ class _Flattening:
         self._own_gradients: dict[str, Any] = {}
         self._aliases: dict[str, str] = {}
         self._parts: dict[str, dict[str, Any]] = {}
-        self._storages: dict[tuple[object, ...], str] = {}
+        self._storages: dict[int, list[Placed]] = {}  # by address; leaves of modules
+        self._walked: dict[str, ModuleTensors] = {}  # modules, by item
 
     def run(self) -> FlatState:
         encoders: dict[ItemKind, Callable[[str, Any], dict[str, Any]]] = {
@@ -222,12 +225,18 @@ class _Flattening:
         return self._flat
 
     def _module(self, item: str, module: torch.nn.Module) -> dict[str, Any]:
-        parameters = owned_tensors(module, buffers=False)
+        walked = self._tensors_of(item)
+        parameters = walked.parameters
         deferrable = self._state.may_defer(item)
-        wrappers = {fqn: t for fqn, t in owned_tensors(module).items() if is_made_of_parts(t)}
+        wrappers = {
+            fqn: tensor
+            for found in (parameters, walked.buffers)
+            for fqn, tensor in found.items()
+            if type(tensor) not in _PLAIN and is_made_of_parts(tensor)
+        }
         state = module.state_dict()
         extra = {}
-        for raw, fqn in canonical_names(module, list(state)).items():
+        for raw, fqn in walked.canonical(list(state)).items():
             value = state[raw]
             kind = leaf_kind(parameters.get(fqn), deferrable=deferrable)
             if fqn in wrappers:  # itself: what state_dict() returns was detached, and may be computed
@@ -243,12 +252,19 @@ class _Flattening:
         return {"kind": str(ItemKind.MODULE), "extra": extra}
 
     def _optimizer(self, item: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        names = parameter_names(self._state.modules)
+        names = parameter_names({name: self._tensors_of(name) for name in self._state.modules})
 
         def add(placed: Placed) -> None:
             self._append(placed.layout.name, placed, deferred=True)
 
         return capture_optimizer(item, optimizer, names, self._builder, self._state.rank, add)
+
+    def _tensors_of(self, item: str) -> ModuleTensors:
+        """Each module is walked once; nothing of it is kept for the next save, which may find it changed."""
+        walked = self._walked.get(item)
+        if walked is None:
+            walked = self._walked[item] = owned_tensors(self._state.items[item])
+        return walked
 
     def _stateful(self, item: str, stateful: Any) -> dict[str, Any]:
         return {"kind": str(ItemKind.STATEFUL), "state": stateful.state_dict()}
@@ -305,22 +321,12 @@ class _Flattening:
 
     def _add_unless_alias(self, name: str, tensor: torch.Tensor, kind: LeafKind) -> None:
         placed = self._builder.place(name, tensor)
-        local = placed.local
-        if local.numel() > 0:
-            key = (
-                local.data_ptr(),
-                local.shape,
-                local.stride(),
-                local.dtype,
-                local.device,
-                local.is_conj(),
-                local.is_neg(),
-                placed.layout.global_shape,
-            )
-            first = self._storages.setdefault(key, name)
-            if first != name:
-                self._aliases[name] = first
+        others = self._storages.setdefault(placed.local.data_ptr(), [])
+        for other in others:
+            if _is_one_tensor(placed, other):
+                self._aliases[name] = other.layout.name
                 return
+        others.append(placed)
         self._append(name, placed, **kind)
 
     def _append(
@@ -343,7 +349,27 @@ def is_tensor_entry(fqn: str, value: object) -> bool:
 
     A module's extra state may be a tensor too (serialized bytes), of another size at each save.
     """
-    return isinstance(value, torch.Tensor) and fqn.rpartition(".")[2] != _EXTRA_STATE
+    return isinstance(value, torch.Tensor) and not (
+        fqn.endswith(_EXTRA_STATE) and fqn.rpartition(".")[2] == _EXTRA_STATE
+    )
+
+
+def _is_one_tensor(one: Placed, other: Placed) -> bool:
+    """Whether two tensors that begin at one address are the same elements, read in the same way."""
+    return one.local.numel() > 0 and _reading(one) == _reading(other)
+
+
+def _reading(placed: Placed) -> tuple[object, ...]:
+    local = placed.local
+    return (
+        local.shape,
+        local.stride(),
+        local.dtype,
+        local.device,
+        local.is_conj(),
+        local.is_neg(),
+        placed.layout.global_shape,
+    )
 
 
 def _dotted(path: str) -> str:

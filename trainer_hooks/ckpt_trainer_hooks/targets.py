@@ -26,7 +26,7 @@ from ckpt_trainer_hooks.gradients import GradientState, clear_gradients, gradien
 from ckpt_trainer_hooks.layout import dtype_name, torch_dtype
 from ckpt_trainer_hooks.local_state import declared
 from ckpt_trainer_hooks.mismatch import Mismatch
-from ckpt_trainer_hooks.names import MODEL_ITEM, canonical_names, owned_tensors, parameter_names
+from ckpt_trainer_hooks.names import MODEL_ITEM, owned_tensors, parameter_names
 from ckpt_trainer_hooks.optimizer_restore import Destination, StateForms
 from ckpt_trainer_hooks.optimizer_state import (
     changed_order,
@@ -173,11 +173,12 @@ class _Collector(Filling):
         ]
 
     def _module(self, item: str, module: torch.nn.Module, saved: Mapping[str, Any]) -> None:
-        owners = owned_tensors(module)
+        walked = owned_tensors(module)
+        owners = walked.parameters | walked.buffers
         live = module.state_dict()
         emitted: OrderedDict[str, Any] = OrderedDict()
         extra = dict(saved["extra"])
-        for raw, fqn in canonical_names(module, list(live)).items():
+        for raw, fqn in walked.canonical(list(live)).items():
             value = live[raw]
             if not self._options.takes(f"{item}.{fqn}"):
                 continue
@@ -218,7 +219,7 @@ class _Collector(Filling):
         return not problem
 
     def _optimizer(self, item: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-        names = parameter_names(self._state.modules)
+        names = parameter_names({name: owned_tensors(module) for name, module in self._state.modules.items()})
         parameters = {
             names[id(p)]: p for group in optimizer.param_groups for p in group["params"] if id(p) in names
         }
