@@ -2,6 +2,9 @@
 
 A rank that never comes is named in an error after a time limit; it cannot hang the others in a
 collective, and no sequence number of the user's groups is used up.
+
+The store may be older than the ranks: torchrun keeps it over restarts, with every key of the start before.
+So the ranks meet first (:meth:`Agreement._meet`) and then use keys that only this start has.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import contextlib
 import itertools
 import json
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -29,6 +33,7 @@ __all__ = ["Agreement"]
 _log = get_logger("agree")
 _instances = itertools.count()
 _SLICE_S = 5.0
+_MEET_POLL_S = 0.02
 
 
 class Agreement:
@@ -45,7 +50,8 @@ class Agreement:
         self.rank: int = dist.get_rank() if active else 0
         self.world_size: int = dist.get_world_size() if active else 1
         self._store: Store | None = default_store() if active and self.world_size > 1 else None
-        self._prefix = f"ckpt/{next(_instances)}"
+        self._base = f"ckpt/{next(_instances)}"
+        self._session = ""  # of this start, once the ranks have met
         self._calls = itertools.count()
         self.timeout_s = timeout_s
 
@@ -62,7 +68,7 @@ class Agreement:
         """
         if self._store is None:
             return decision()
-        return self._decide(f"{self._prefix}/{next(self._calls)}/{topic}", topic, decision)
+        return self._decide(self._key(topic), topic, decision)
 
     def decide_over(self, topic: str, value: Any, decision: Callable[[list[Any]], Any]) -> Any:
         """As :meth:`decide`, with every rank's ``value``, by rank, as the argument of ``decision``.
@@ -75,7 +81,7 @@ class Agreement:
         """
         if self._store is None:
             return decision([value])
-        prefix = f"{self._prefix}/{next(self._calls)}/{topic}"
+        prefix = self._key(topic)
         others = list(range(1, self.world_size))
         if self.rank != 0:
             self._store.set(f"{prefix}/{self.rank}", json.dumps(value))
@@ -115,7 +121,7 @@ class Agreement:
         """
         if self._store is None:
             return [value]
-        prefix = f"{self._prefix}/{next(self._calls)}/{topic}"
+        prefix = self._key(topic)
         everything = f"{prefix}/all"
         if self.rank != 0:
             self._store.set(f"{prefix}/{self.rank}", json.dumps(value))
@@ -133,6 +139,69 @@ class Agreement:
         values = [value, *(json.loads(raw) for raw in found)]
         self._store.set(everything, json.dumps({"values": values}))
         return values
+
+    def _key(self, topic: str) -> str:
+        """A key of the next call, which no other start of the job has. Raises TimeoutExceededError."""
+        if not self._session:
+            self._session = self._meet()
+        return f"{self._base}/{self._session}/{next(self._calls)}/{topic}"
+
+    def _meet(self) -> str:
+        """Return a word that the ranks of this start share, and no other start of the job.
+
+        Each rank puts a new word of its own where the start before may have left one, and believes only what
+        is said to that word. Rank 0 answers until every rank has heard its newest answer, since the first
+        word that it finds may be of the start before.
+
+        Raises:
+            TimeoutExceededError: names the ranks that did not come; on every rank.
+        """
+        store, base = self._store, self._base
+        assert store is not None
+        if self.rank == 0:
+            return self._welcome(store)
+        word = secrets.token_hex(8)
+        store.set(f"{base}/join/{self.rank}", word)
+        (heard,) = self._wait([f"{base}/welcome/{self.rank}/{word}"], "meeting", [0], extra_s=_SLICE_S)
+        session = heard.decode()
+        store.set(f"{base}/{session}/here/{self.rank}", "1")
+        (outcome,) = self._wait([f"{base}/{session}/met"], "meeting", [0], extra_s=_SLICE_S)
+        if (error := json.loads(outcome)) is not None:
+            raise _error_from_json(error)
+        return session
+
+    def _welcome(self, store: Store) -> str:
+        """Rank 0's part of :meth:`_meet`."""
+        base, session = self._base, secrets.token_hex(8)
+        missing = set(range(1, self.world_size))
+        answered: dict[int, bytes] = {}
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            for rank in sorted(missing):
+                if store.check([f"{base}/{session}/here/{rank}"]):
+                    missing.discard(rank)
+                elif store.check([f"{base}/join/{rank}"]):
+                    word = store.get(f"{base}/join/{rank}")
+                    if word != answered.get(rank):
+                        store.set(f"{base}/welcome/{rank}/{word.decode()}", session)
+                        answered[rank] = word
+            if not missing:
+                store.set(f"{base}/{session}/met", "null")
+                return session
+            if time.monotonic() >= deadline:
+                error = self._absent("meeting", sorted(missing))
+                store.set(f"{base}/{session}/met", json.dumps(_error_to_json(error)))
+                raise error
+            time.sleep(_MEET_POLL_S)
+
+    def _absent(self, topic: str, missing: list[int]) -> TimeoutExceededError:
+        return TimeoutExceededError(
+            "ranks did not take part; every rank must make the same checkpoint calls",
+            topic=topic,
+            missing_ranks=missing,
+            waited_s=self.timeout_s,
+            rank=self.rank,
+        )
 
     def own_store(self) -> Store | None:
         """A connection of its own to the key-value store, for a thread that must hold up nobody; None where
@@ -186,13 +255,7 @@ class Agreement:
                     rank for key, rank in zip(keys, ranks, strict=True) if not self._store.check([key])
                 ]
                 if time.monotonic() >= deadline and missing:
-                    raise TimeoutExceededError(
-                        "ranks did not take part; every rank must make the same checkpoint calls",
-                        topic=topic,
-                        missing_ranks=missing,
-                        waited_s=self.timeout_s,
-                        rank=self.rank,
-                    ) from None
+                    raise self._absent(topic, missing) from None
                 event(_log, logging.INFO, "agree.waiting", topic=topic, missing_ranks=missing, left_s=left)
 
 
