@@ -24,7 +24,6 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-BATCH = 16  # sequences per step, over all ranks
 WARMUP = 10  # steps until the learning rate is at its highest
 
 
@@ -33,7 +32,7 @@ class Trainer:
 
     def __init__(self, args: argparse.Namespace, mesh: DeviceMesh | None) -> None:
         config = GPTConfig(vocab=0)
-        self.stream = TextStream(args.seed, BATCH, config.context)
+        self.stream = TextStream(args.seed, args.batch, config.context)
         torch.manual_seed(args.seed)  # the same weights on every rank, whatever the topology
         model = GPT(GPTConfig(vocab=self.stream.vocab))
         self.mesh = mesh
@@ -64,8 +63,9 @@ def learning_rate(step: int, total: int) -> float:
 class Report:
     """Rank 0's progress: one line on the terminal and one JSON line in the loss file per step."""
 
-    def __init__(self, rank: int, loss_file: Path | None) -> None:
-        self._rank, self._path, self._since = rank, loss_file, time.perf_counter()
+    def __init__(self, rank: int, world: int, loss_file: Path | None) -> None:
+        self._rank, self._world, self._path = rank, world, loss_file
+        self._since = time.perf_counter()
 
     def __call__(self, step: int, loss: float) -> None:
         now = time.perf_counter()
@@ -75,13 +75,14 @@ class Report:
         print(f"step {step:4d}  loss {loss:.6f}  {seconds * 1000:4.0f} ms", flush=True)
         if self._path is not None:
             with self._path.open("a") as file:
-                file.write(json.dumps({"step": step, "loss": loss}) + "\n")  # json writes repr(loss): exact
+                line = {"step": step, "loss": loss, "ranks": self._world}
+                file.write(json.dumps(line) + "\n")  # json writes repr(loss): exact
 
 
-def train(args: argparse.Namespace, rank: int, mesh: DeviceMesh | None) -> None:
+def train(args: argparse.Namespace, rank: int, world: int, mesh: DeviceMesh | None) -> None:
     """Build everything and run iterations up to ``args.until``."""
     trainer = Trainer(args, mesh)
-    report = Report(rank, args.loss_file)
+    report = Report(rank, world, args.loss_file)
     if args.no_checkpoint:
         for step in range(args.until):
             report(step, trainer.train_step(step))
@@ -96,11 +97,14 @@ def train(args: argparse.Namespace, rank: int, mesh: DeviceMesh | None) -> None:
         lr_scheduler=trainer.scheduler,
         save_interval_steps=args.save_every,
         mode=args.mode,
+        replication_factor=args.replication_factor,
         staging_dir=args.staging,
     ) as ckpt:
         start = ckpt.restore()
         for step in range(start, args.until):
+            began = time.monotonic()
             report(step, trainer.train_step(step))
+            time.sleep(max(0.0, args.step_time - (time.monotonic() - began)))
             ckpt.step(step)
 
 
@@ -117,9 +121,17 @@ def arguments() -> argparse.Namespace:
         "--steps", type=int, default=100, help="iterations of the whole run; the schedule ends there"
     )
     parser.add_argument("--until", type=int, help="stop after this many iterations (default: --steps)")
+    parser.add_argument("--step-time", type=float, default=0.0, help="seconds that a step takes at least")
     parser.add_argument("--save-every", type=int, default=10, help="iterations between checkpoints")
+    parser.add_argument(
+        "--replication-factor",
+        type=int,
+        default=1,
+        help="copies on nodes; see docs/replication.md",
+    )
     parser.add_argument("--mode", choices=("overlapped", "blocking"), default="overlapped")
     parser.add_argument("--staging", help="local directory for snapshots on their way to the store")
+    parser.add_argument("--batch", type=int, default=16, help="sequences per step, over all ranks")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--loss-file", type=Path, help="append one JSON line per step: step, loss")
@@ -144,7 +156,7 @@ def main() -> None:
     if world > 1:
         dist.init_process_group("gloo")
     try:
-        train(args, rank, make_mesh(args.kind, args.tp))
+        train(args, rank, world, make_mesh(args.kind, args.tp))
     finally:
         if world > 1:
             # A gloo thread that drops the last reference to a tensor while Python shuts down aborts the

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from ckpt.client.prefetch import Prefetched, prefetch
+from ckpt.client.replica import ReplicaClient
 from ckpt.clock import SystemClock
 from ckpt.errors import UnavailableError
 from ckpt.format.ids import CheckpointId
 from ckpt.ops.attempts import claim_attempt
 from ckpt.ops.catalog import latest
+from ckpt.ops.holdings import node_holdings
 from ckpt.storage.open import open_store
 from ckpt.storage.staging import StagingDir
 from tests.support.cli import Cli
@@ -83,6 +85,30 @@ def test_after_the_commit_from_the_store_where_no_node_has_it(nodes: Cluster, ur
     assert set(found.nbytes) == {"peer", "remote"}
     assert set(found.silent) == {silent}
     assert nodes.replicas(SPARE).is_committed(nodes.run_key, STEP)
+
+
+def test_cut_off_prefetch_leaves_nothing_that_a_restore_would_take_and_can_be_repeated(
+    nodes: Cluster, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block_uploads(url)
+    nodes.seal(STEP, 0, 1)
+    send = ReplicaClient.send_chunk
+
+    def cut(self: ReplicaClient, run_key: str, ident: CheckpointId, rank: int, *more: Any) -> list[int]:
+        if rank == 1:
+            raise UnavailableError("the server is gone")
+        return send(self, run_key, ident, rank, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ReplicaClient, "send_chunk", cut)
+        with pytest.raises(UnavailableError):
+            fetch(nodes)
+    spare = nodes.servers[SPARE].staging
+    (held,) = node_holdings(spare, nodes.run_key)
+    assert 1 not in held.ranks
+    assert list(nodes.replicas(SPARE).checkpoint_dir(nodes.run_key, STEP).glob("segment-00001*incoming"))
+    fetch(nodes)
+    check_held(nodes, STEP, 0, 1, 2)
 
 
 def test_a_segment_that_nobody_has_does_not_keep_the_others_away(nodes: Cluster, url: str) -> None:
