@@ -23,7 +23,7 @@ from ckpt.format.ids import CheckpointId
 from ckpt.storage.peerfile import replicas_dir
 from ckpt.storage.staging import StagingDir
 from ckpt_trainer_hooks import CheckpointManager
-from tests.support.chain import FLUSHER, processes
+from tests.support.chain import FLUSHER, end_node, processes
 from tests.support.models import barrier, full_state
 from tests.support.ranks import run_ranks
 from tests.support.server import Server, eventually
@@ -108,8 +108,9 @@ class Job:
             self.servers[name] = self._stack.enter_context(server)
 
     def lose(self, name: str) -> None:
-        """The node is gone with its disk."""
+        """The node is gone with its disk, and so is everything that works on it."""
         self.servers.pop(name).kill()
+        end_node(self.staging(name).path)
         shutil.rmtree(self.staging(name).path)
 
     def run(self, nodes: str, **life: Any) -> list[Told]:
