@@ -46,6 +46,7 @@ class Trained:
     step: int
     loss: float
     ranks: int
+    attempt: int
 
 
 class Elastic:
@@ -59,7 +60,7 @@ class Elastic:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("CKPT_")}
         self.environment = kept | {"OMP_NUM_THREADS": "1"}
         self.rendezvous = Rendezvous(SMALLEST, nodes)
-        self.nodes: list[Node] = []  # in the order of their ranks: torchrun sorts them by the agents' age
+        self.nodes: list[Node] = []  # in the order of their ranks: torchrun sorts them by address
         self.ever: list[Node] = []
         self.rows: list[tuple[str, ...]] = []
         self.started = time.monotonic()
@@ -87,7 +88,7 @@ class Elastic:
 
     def add(self, name: str, *, first_serve: bool = False) -> Node:
         """A fresh node. With ``first_serve`` only its server starts."""
-        node = Node(name, self.out, self.environment)
+        node = Node(name, len(self.ever), self.out, self.environment)
         self.ever.append(node)
         self.nodes.append(node)
         if first_serve:
@@ -128,10 +129,10 @@ class Elastic:
         return [Trained(**line) for line in map(json.loads, text[: text.rfind("\n") + 1].splitlines())]
 
     def starts(self) -> list[list[Trained]]:
-        """The lines by start of the run: a new one trains a step again, or on another number of ranks."""
+        """The lines by start of the run, in order."""
         found: list[list[Trained]] = []
         for one in self.trained():
-            if not found or one.step <= found[-1][-1].step or one.ranks != found[-1][-1].ranks:
+            if not found or one.attempt != found[-1][-1].attempt:
                 found.append([])
             found[-1].append(one)
         return found

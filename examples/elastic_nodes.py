@@ -63,7 +63,6 @@ class Rendezvous:
             f"--rdzv-endpoint=127.0.0.1:{self._store.port}",
             "--rdzv-id=elastic",
             "--rdzv-conf=" + ",".join(f"{name}={value}" for name, value in settings.items()),
-            "--local-addr=127.0.0.1",
         ]
 
 
@@ -72,19 +71,21 @@ class Node:
 
     Args:
         name: of the node, and of its failure domain.
+        number: makes its address.
         out: folder of the example.
         environment: of everything on it.
     """
 
-    def __init__(self, name: str, out: Path, environment: dict[str, str]) -> None:
+    def __init__(self, name: str, number: int, out: Path, environment: dict[str, str]) -> None:
         self.name = name
+        self.ip = f"127.0.0.{101 + number}"  # all of 127/8 is this machine
         self.staging = out / "nodes" / name
         self.log = out / "logs" / f"{name}.log"
         self.agent: subprocess.Popen[bytes] | None = None
         self._environment = environment | {
             "CKPT_STAGING": str(self.staging),
             "CKPT_FAILURE_DOMAIN": name,
-            "CKPT_PEER_LISTEN": "127.0.0.1:0",
+            "CKPT_PEER_LISTEN": f"{self.ip}:0",
             # torchrun else keeps one key-value store over its restarts, on the node that had rank 0 first,
             # and the process group of one start may find addresses of the start before in it.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -93,7 +94,13 @@ class Node:
 
     def start_agent(self, rendezvous: Rendezvous, program: Sequence[str]) -> None:
         """Start torchrun with one worker that runs ``program``."""
-        command = [sys.executable, "-m", "torch.distributed.run", *rendezvous.options()]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *rendezvous.options(),
+            f"--local-addr={self.ip}",
+        ]
         self.agent = self._start([*command, "--nproc-per-node=1", *program])
 
     def start_server(self) -> None:

@@ -67,7 +67,7 @@ class Report:
         self._rank, self._world, self._path = rank, world, loss_file
         self._since = time.perf_counter()
 
-    def __call__(self, step: int, loss: float) -> None:
+    def __call__(self, step: int, loss: float, attempt: int = 0) -> None:
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         if self._rank:
@@ -75,7 +75,7 @@ class Report:
         print(f"step {step:4d}  loss {loss:.6f}  {seconds * 1000:4.0f} ms", flush=True)
         if self._path is not None:
             with self._path.open("a") as file:
-                line = {"step": step, "loss": loss, "ranks": self._world}
+                line = {"step": step, "loss": loss, "ranks": self._world, "attempt": attempt}
                 file.write(json.dumps(line) + "\n")  # json writes repr(loss): exact
 
 
@@ -103,7 +103,7 @@ def train(args: argparse.Namespace, rank: int, world: int, mesh: DeviceMesh | No
         start = ckpt.restore()
         for step in range(start, args.until):
             began = time.monotonic()
-            report(step, trainer.train_step(step))
+            report(step, trainer.train_step(step), ckpt.attempt or 0)
             time.sleep(max(0.0, args.step_time - (time.monotonic() - began)))
             ckpt.step(step)
 
