@@ -183,7 +183,7 @@ class Elastic:
         self.say(f"  prefetched to node {name}: {fetched['checkpoint']}, {nbytes.get('peer', 0):,} bytes")
         self.check(
             set(nbytes) == {"peer"},
-            "all came from the node that is left, which had a replica of the lost part",
+            "all came from the node that is left, which had a replica",
         )
         self.start_agent(spare)
         first = self.await_start(ranks, starts)
