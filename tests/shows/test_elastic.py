@@ -1,0 +1,33 @@
+"""The example of elastic restart keeps its promises: shrink, spare with prefetch, grow, same losses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.chain import ROOT
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)  # about 60 s on two idle cores: every start of a rank loads torch
+def test_nodes_are_lost_replaced_and_added_and_the_losses_go_on(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "examples" / "elastic.py"),
+            "--nodes",
+            "3",
+            "--out",
+            str(tmp_path / "out"),
+        ],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=390,
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
+    assert "PASS: elastic restart" in done.stdout
