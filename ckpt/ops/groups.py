@@ -9,7 +9,6 @@ from ckpt.digest import digest
 from ckpt.errors import ConflictError, CorruptError, NotFoundError
 from ckpt.format.envelope import HEAD_NBYTES, Kind, envelope_nbytes, open_envelope, seal_message
 from ckpt.format.ids import CheckpointId
-from ckpt.format.invariants import check_segments, raise_first
 from ckpt.format.keys import group_key, index_prefix, layout_key, parse_group_name
 from ckpt.format.layout import LayoutSet
 from ckpt.format.manifest import (
@@ -20,7 +19,6 @@ from ckpt.format.manifest import (
     parse_group_index,
 )
 from ckpt.format.marks import MARKS_FROM, GroupMark, mark_key
-from ckpt.format.summaries import Summaries
 from ckpt.ops.threads import map_in_threads
 from ckpt.storage.base import ObjectInfo, Store
 from ckpt_proto.v1 import disk_pb2
@@ -137,6 +135,10 @@ def _is_unmarked(summary: disk_pb2.SegmentSummary) -> bool:
 
 
 def _put_mark(store: Store, ident: CheckpointId, group: GroupIndex) -> None:
+    # Here: they load numpy, which commands that only list have no use for.
+    from ckpt.format.invariants import check_segments, raise_first
+    from ckpt.format.summaries import Summaries
+
     raise_first(check_segments(ident, Summaries.of([group])))  # whoever reads the mark relies on G3
     store.put(mark_key(ident, GroupMark.of(group)), b"")
 
