@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from ckpt.format.ids import CheckpointId
 from ckpt.format.manifest import GroupIndex
 from ckpt_proto.v1 import disk_pb2
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 __all__ = ["Summaries"]
 
@@ -48,6 +50,8 @@ class Summaries:
     @classmethod
     def of(cls, groups: Sequence[GroupIndex]) -> Summaries:
         """Collect the columns. Costs about a microsecond per segment."""
+        import numpy as np  # here: commands that only list have no use for it
+
         segments = [segment for group in groups for segment in group.header.segments]
         return cls(
             groups=tuple(groups),
@@ -68,6 +72,8 @@ class Summaries:
 
     def first_ranks(self) -> dict[tuple[bytes, bytes], int]:
         """Return the lowest rank with each (layout, state) pair of digests, ascending by that rank."""
+        import numpy as np  # as above
+
         order = np.argsort(-self.ranks, kind="stable").tolist()
         # Later entries replace earlier ones: the lowest rank comes last and stays.
         lowest = {(self.layouts[i], self.states[i]): i for i in order}
