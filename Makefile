@@ -7,10 +7,11 @@ BENCH_VENV := .venv-bench
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint proto bench clean
+.PHONY: help demo shows test test-fast lint proto bench clean
 
 help:
 	@echo "make demo       train a small GPT on 4 ranks, kill one in mid-save, resume on other topologies (4 minutes)"
+	@echo "make shows      lose ranks, nodes and copies; print what is restored, and from where"
 	@echo "make test       everything that is tested, real S3 server included"
 	@echo "make test-fast  unit and property tests only"
 	@echo "make lint       style, types, layer contract"
@@ -41,6 +42,10 @@ $(BENCH_VENV)/.ready: pyproject.toml constraints.txt
 demo: $(VENV)/.ready
 	$(RUN) examples/demo.py
 
+shows: $(VENV)/.ready
+	$(RUN) -m tests.shows
+	$(RUN) examples/elastic.py
+
 test: $(VENV)/.ready $(PROTO_VENV)/.ready
 	$(RUN) -m tests.support.ceph --install || true  # the summary of the tests says so where it cannot be had
 	$(RUN) -m pytest -n 3 --dist loadfile  # most of the time goes into waiting for processes and disks
@@ -61,4 +66,4 @@ bench: $(BENCH_VENV)/.ready
 	$(BENCH_VENV)/bin/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) $(PROTO_VENV) $(BENCH_VENV) .cache build *.egg-info demo-out
+	rm -rf $(VENV) $(PROTO_VENV) $(BENCH_VENV) .cache build *.egg-info demo-out elastic-out
