@@ -158,7 +158,9 @@ def test_RP3_duplicates_change_nothing_and_other_bytes_are_a_conflict(
     server: Server, ours: StagingDir, tmp_path: Path
 ) -> None:
     offer(server, ours)
-    assert replicate(server, ours, [0, 0, 2]) == [1]
+    with pytest.raises(InvalidInputError):  # twice in one stream
+        replicate(server, ours, [0, 0, 2])
+    assert replicate(server, ours, [0, 2]) == [1]
     assert replicate(server, ours, [2]) == [1]
     assert replicate(server, ours, [1]) == []
     sealed = replicas_dir(server.staging).segment_path(RUN_KEY, ID, 0)

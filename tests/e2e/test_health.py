@@ -62,6 +62,8 @@ def test_culprit_on_another_node_is_named_once_all_servers_are_asked(nodes: tupl
     )
     first.staging.write_run_config(KEY, RunConfig(url=URL, peers=peers))
     for more in ([], ["--run", URL]):
+        tell(first, waiting(0), waiting(1))  # anew: ranks that say nothing for long are culprits too
+        tell(second, pulse(2, still_s=9.0, phase="data", where="read (dataset.py:3)"))
         assert cli.json("health", "--job", *more, code=UNHEALTHY)["culprits"] == [2]
 
 

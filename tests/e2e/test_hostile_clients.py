@@ -142,10 +142,10 @@ def test_streams_that_are_never_read(server: Server, url: str) -> None:
         calls = []
         for method, request in (("ReadTensor", tensor), ("ReadSegment", segment.SerializeToString())):
             read = channel.unary_stream(f"/ckpt.v1.Bulk/{method}")
-            calls += [read(request, timeout=60) for _ in range(20)]
+            calls += [read(request, timeout=150) for _ in range(20)]
         is_served(server)
         eventually(
-            lambda: server.log().count("rpc.stalled") >= seen + 40, timeout_s=60, what="all are cut off"
+            lambda: server.log().count("rpc.stalled") >= seen + 40, timeout_s=120, what="all are cut off"
         )
         for call in calls:
             call.cancel()

@@ -233,7 +233,7 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
     ),
     "sweep": (
         "flusher.write._sweep_one: unlink",
-        "ops.sweep.sweep: delete",
+        "ops.sweep._sweep_orphans: delete",
         "storage.local.LocalStore.abort_uploads: unlink",
         "storage.leftovers.sweep_leftovers: unlink",
     ),
@@ -241,6 +241,7 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
 """Operation -> its boundaries. tests/crash/test_every_boundary.py kills a process at each."""
 
 EXEMPT = {
+    "ops.sweep._Strays.sweep: delete": "one request that deletes objects no index names: as _sweep_orphans",
     "flusher.embedded.start_embedded_server: remove": "of a list in memory",
     "flusher.write._open_alone: unlink": "tests/crash/test_spares.py: a spare that somebody reads",
     "storage.local.LocalStore._remove_leftovers: unlink": "as LocalStore.abort_uploads",
