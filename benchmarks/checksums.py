@@ -12,6 +12,7 @@ from benchmarks.report import Report
 from ckpt.digest import digest
 from ckpt.format.segment import CHUNK_NBYTES
 from ckpt.storage.direct import DirectFile, aligned_buffer, write_chunks
+from ckpt.storage.durable import fsync_dir
 
 __all__ = ["run"]
 
@@ -64,9 +65,7 @@ def _write_with(path: Path, buffer: memoryview) -> None:
         os.fdatasync(file.fd)
     finally:
         file.close()
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)
+    fsync_dir(path.parent)
 
 
 def _walls(meters: list[Meter]) -> list[float]:

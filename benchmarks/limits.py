@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ckpt.storage.direct import DirectFile, aligned_buffer, round_up
+from ckpt.storage.durable import fsync_dir
 
 __all__ = ["READERS", "WRITERS", "RawFile", "WriterProcess"]
 
@@ -57,9 +58,7 @@ class RawFile:
             os.fdatasync(file.fd)
         finally:
             file.close()
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
+        fsync_dir(path.parent)
 
     def read(self, path: Path, threads: int, chunk_nbytes: int, *, direct: bool) -> None:
         """Read the whole file into the buffer."""

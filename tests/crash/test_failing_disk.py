@@ -12,15 +12,14 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from ckpt.format import keys
-from ckpt.storage.staging import RunConfig, StagingDir
+from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import flusher_pb2
 from tests.crash.test_flusher import check_sealed
-from tests.support.flushing import Watched, stop
+from tests.support.flushing import Watched
 from tests.support.reliability import Recorder
 from tests.support.snapshots import RUN_URL, make_snapshot
 
@@ -30,21 +29,6 @@ RUN_KEY = keys.run_key(RUN_URL)
 pytestmark = pytest.mark.skipif(
     shutil.which("strace") is None, reason="failing disk: strace cannot be had here"
 )
-
-
-@pytest.fixture
-def staging(tmp_path: Path) -> StagingDir:
-    place = StagingDir(tmp_path / "staging").ensure()
-    place.write_run_config(RUN_KEY, RunConfig(url=RUN_URL))
-    return place
-
-
-@pytest.fixture
-def watched(staging: StagingDir) -> Iterator[Watched]:
-    item = Watched(staging, RUN_KEY)
-    yield item
-    item.process.close(wait=False)
-    stop(item.process.pid)
 
 
 @contextlib.contextmanager

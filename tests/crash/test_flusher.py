@@ -9,7 +9,6 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from ckpt.digest import digest
 from ckpt.errors import UnavailableError
 from ckpt.format import keys
 from ckpt.format.segment import CHUNK_NBYTES
-from ckpt.storage.staging import RunConfig, StagingDir
+from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import flusher_pb2
 from tests.support.flushing import WAIT_S, Watched, stop, wait_for
 from tests.support.snapshots import RUN_URL, Snapshot, make_snapshot
@@ -28,21 +27,6 @@ State = flusher_pb2.FlusherEvent
 ROOT = Path(__file__).parents[2]
 RUN_KEY = keys.run_key(RUN_URL)
 NOBODY = "unix:/nonexistent/server.sock"
-
-
-@pytest.fixture
-def staging(tmp_path: Path) -> StagingDir:
-    place = StagingDir(tmp_path / "staging").ensure()
-    place.write_run_config(RUN_KEY, RunConfig(url=RUN_URL))
-    return place
-
-
-@pytest.fixture
-def watched(staging: StagingDir) -> Iterator[Watched]:
-    item = Watched(staging, RUN_KEY)
-    yield item
-    item.process.close(wait=False)
-    stop(item.process.pid)
 
 
 def check_sealed(staging: StagingDir, snapshot: Snapshot) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import mmap
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ckpt.format import keys
 from ckpt.storage.spares import retire_checkpoint, spare_path
-from ckpt.storage.staging import RunConfig, StagingDir
+from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import flusher_pb2
 from tests.crash.test_flusher import check_sealed
 from tests.support.flushing import WAIT_S, Watched, stop, wait_for
@@ -20,21 +19,6 @@ from tests.support.snapshots import RUN_URL, Snapshot, make_snapshot
 
 State = flusher_pb2.FlusherEvent
 RUN_KEY = keys.run_key(RUN_URL)
-
-
-@pytest.fixture
-def staging(tmp_path: Path) -> StagingDir:
-    place = StagingDir(tmp_path / "staging").ensure()
-    place.write_run_config(RUN_KEY, RunConfig(url=RUN_URL))
-    return place
-
-
-@pytest.fixture
-def watched(staging: StagingDir) -> Iterator[Watched]:
-    item = Watched(staging, RUN_KEY)
-    yield item
-    item.process.close(wait=False)
-    stop(item.process.pid)
 
 
 def segment(staging: StagingDir, snapshot: Snapshot) -> Path:
