@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import reliability
+from tests.support.cases import case_ids
 from tests.support.ceph import Radosgw, UnavailableHere, install
 from tests.support.s3 import Ministack, Rclone
 
@@ -51,6 +52,11 @@ def radosgw() -> Iterator[Radosgw]:
         pytest.skip(f"{_NO_RADOSGW}{error}")
     yield gateway
     gateway.stop()
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """``pytest -k I57`` takes the tests whose docstrings name the case, too."""
+    item.extra_keyword_matches.update(case_ids("", getattr(getattr(item, "obj", None), "__doc__", None)))
 
 
 def pytest_terminal_summary(

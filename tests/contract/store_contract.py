@@ -103,6 +103,7 @@ class StoreContract:
         assert store.head("k").nbytes == 5
 
     def test_ST4_ST8_many_objects_and_folders_are_all_listed_and_all_deleted(self, store: Store) -> None:
+        """Case I101."""
         keys = [f"many/{number:05d}/k" for number in range(self.many)]
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda key: store.put(key, b""), keys))

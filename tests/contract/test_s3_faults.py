@@ -50,6 +50,7 @@ def through(proxy: FaultProxy, server: Ministack, scheme: str, bucket: str, *, r
 def test_a_refusal_is_never_absence(
     s3_server: Ministack, proxy: FaultProxy, bucket: str, scheme: str, status: int, code: str
 ) -> None:
+    """Case I102."""
     store = through(proxy, s3_server, scheme, bucket)
     assert store.probe_conditional()
     store.put("k", b"value")
@@ -110,6 +111,7 @@ def test_wrong_keys_are_denied(s3_server: Ministack, bucket: str, scheme: str) -
 
 @ENGINES
 def test_hiccups_are_ridden_out(s3_server: Ministack, proxy: FaultProxy, bucket: str, scheme: str) -> None:
+    """Cases I96, I98, I99."""
     store = through(proxy, s3_server, scheme, bucket, retries=4)
     data = bytes(range(256)) * 4096 * 11  # 11 MiB: three parts
     count = {"n": 0}
@@ -131,6 +133,7 @@ def test_hiccups_are_ridden_out(s3_server: Ministack, proxy: FaultProxy, bucket:
 def test_a_body_cut_short_is_noticed(
     s3_server: Ministack, proxy: FaultProxy, bucket: str, scheme: str
 ) -> None:
+    """Case I96."""
     store = through(proxy, s3_server, scheme, bucket)
     data = bytes(range(256)) * 4096
     store.put("k", data)
@@ -300,6 +303,7 @@ def test_a_killed_server_is_back_with_everything_acknowledged(tmp_path: Path, sc
 def test_a_forked_child_gets_an_error_and_does_not_hang(
     s3_server: Ministack, bucket: str, scheme: str
 ) -> None:
+    """Case I93."""
     program = f"""
 import os
 from ckpt.errors import InvalidInputError
@@ -349,6 +353,7 @@ def test_the_environment_that_aws_clients_read_is_enough(
 def test_keys_are_read_from_the_credentials_file(
     s3_server: Ministack, bucket: str, scheme: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Case I94."""
     file = tmp_path / "credentials"
     file.write_text("[lab]\naws_access_key_id = test\naws_secret_access_key = test\n")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))

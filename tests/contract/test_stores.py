@@ -31,6 +31,7 @@ class TestLocal(ConditionalContract):
         return lambda: open_store(f"file://{tmp_path}/root/run")
 
     def test_what_crashed_writers_left_is_found_and_removed(self, store: Store, tmp_path: Path) -> None:
+        """Case I100."""
         store.put("data/aa/k", b"value")
         left = tmp_path / "root" / "run" / "data" / "aa" / f"{TEMP_PREFIX}0123"
         left.write_bytes(b"half")
@@ -53,6 +54,7 @@ class S3fsUploads:
     """For S3 through s3fs."""
 
     def test_uploads_that_never_ended_are_found_and_aborted(self, store: Store) -> None:
+        """Case I100."""
         assert isinstance(store, S3fsStore)
         store.put("data/aa/k", b"value")
         bucket, _, prefix = store.url.removeprefix("fsspec+s3://").removeprefix("s3://").partition("/")

@@ -80,6 +80,7 @@ def test_every_listed_boundary_is_reached(census: dict[str, list[int]]) -> None:
 def test_death_at_every_boundary(
     operation: str, root: Path, sites: list[Site], census: dict[str, list[int]], record_fault: Recorder
 ) -> None:
+    """Cases I01, I04."""
     dice = random.Random(f"{SEED}/{operation}")
     for label in OPERATIONS[operation]:
         at = dice.choice(census[label])

@@ -122,6 +122,7 @@ def test_flusher_is_deaf_to_the_signals_of_launchers(staging: StagingDir, watche
 
 
 def test_flusher_holds_only_its_own_descriptors(watched: Watched) -> None:
+    """Case I64."""
     watched.seal(make_snapshot(rows=10))
 
     def foreign() -> list[str]:
@@ -140,6 +141,7 @@ def test_flusher_holds_only_its_own_descriptors(watched: Watched) -> None:
 
 
 def test_flusher_never_loads_torch_or_numpy(watched: Watched) -> None:
+    """Case I116."""
     watched.seal(make_snapshot(rows=10))
     maps = Path(f"/proc/{watched.process.pid}/maps").read_text()
     assert "torch" not in maps
@@ -165,6 +167,7 @@ def test_too_large_segment_fails_leaves_nothing_and_the_next_is_sealed(staging: 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 def test_full_disk_fails_leaves_nothing_and_the_next_is_sealed(tmp_path: Path) -> None:
+    """Case I125."""
     folder = tmp_path / "small"
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", folder], check=True)
@@ -211,6 +214,7 @@ def test_killed_flusher_is_reported_seals_nothing_and_can_be_replaced(staging: S
 
 
 def test_debris_of_a_killed_flusher_is_swept_by_the_next(staging: StagingDir) -> None:
+    """Case I04."""
     old = make_snapshot(step=1)
     staging.make_checkpoint_dir(RUN_KEY, old.ident)
     debris = staging.segment_tmp_path(RUN_KEY, old.ident, 3)
@@ -281,6 +285,7 @@ def test_close_without_waiting_seals_what_was_handed_over(staging: StagingDir) -
 
 
 def test_absent_server_is_a_warning_and_no_failure(staging: StagingDir, watched: Watched) -> None:
+    """Case I62."""
     assert watched.seal(make_snapshot(rows=10)).state == State.STATE_SEALED
     assert watched.next(State.STATE_WARNING).error.kind == "UnavailableError"
 

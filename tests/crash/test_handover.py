@@ -71,6 +71,7 @@ def flushing(run: Run, server: StagingDir) -> Iterator[Watched]:
 
 
 def test_snapshot_sealed_before_the_server_is_up_is_committed_and_close_waits_for_it(run: Run) -> None:
+    """Case I123."""
     with flushing(run, run.staging) as watched:
         assert watched.seal(make_snapshot(step=3, rows=3000)).state == State.STATE_SEALED
         assert watched.next(State.STATE_WARNING).error.kind == "UnavailableError"
@@ -82,6 +83,7 @@ def test_snapshot_sealed_before_the_server_is_up_is_committed_and_close_waits_fo
 
 
 def test_outcomes_arrive_although_the_server_is_killed_and_replaced(run: Run) -> None:
+    """Case I123."""
     with flushing(run, run.staging) as watched:
         with serving(run.staging) as first:
             watched.seal(make_snapshot(step=1, rows=100), 1)
@@ -109,6 +111,7 @@ def test_server_that_cannot_see_the_directory_gets_the_bytes(run: Run, tmp_path:
 
 
 def test_bytes_go_on_where_a_killed_server_left_off(run: Run, tmp_path: Path) -> None:
+    """Cases I122, I123."""
     elsewhere = StagingDir(tmp_path / "elsewhere").ensure()
     snapshot = make_snapshot(step=1, rows=30_000)
     arriving = elsewhere.segment_path(run.key, snapshot.ident, 0)

@@ -49,6 +49,7 @@ def promised(state: State) -> dict[str, set[CheckpointId]]:
 def test_whatever_a_power_cut_leaves_is_consistent(
     root: Path, tmp_path: Path, record_fault: Recorder
 ) -> None:
+    """Case I05."""
     print(f"CKPT_SEED={SEED}")
     dice = random.Random(SEED)
     life = [sys.executable, "-m", "tests.support.lifecycle", str(root)]

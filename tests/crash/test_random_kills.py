@@ -34,6 +34,7 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
 def test_latest_restores_after_a_kill_of_anything_at_any_instant(
     tmp_path: Path, zygote: Zygote, s3_server: Ministack, on_s3: bool
 ) -> None:
+    """Cases I01, I67."""
     print(f"CKPT_SEED={SEED}")
     seeds = [f"{SEED}/{int(on_s3)}{number}" for number in range(2)]
     instants = INSTANTS_ON_S3 if on_s3 else INSTANTS_ON_DIRECTORY

@@ -70,6 +70,7 @@ class Gate:
 def test_kill_in_mid_upload_sends_nothing_twice_that_was_complete(
     tmp_path: Path, s3_server: Ministack, proxy: FaultProxy
 ) -> None:
+    """Case I99."""
     world = make_world(rows=128, groups=(EIGHT,))
     url = f"s3://{s3_server.make_bucket()}/run"
     environment = s3_server.env | {"AWS_ENDPOINT_URL": proxy.endpoint}
@@ -110,6 +111,7 @@ def check_whole(url: str, s3_server: Ministack | None, world: World) -> None:
 
 
 def test_object_complete_but_its_note_lost_is_not_sent_again(tmp_path: Path) -> None:
+    """Case I99."""
     (tmp_path / "store").mkdir()
     url = f"file://{tmp_path}/store/run"
     world = make_world()
@@ -137,6 +139,7 @@ def test_object_complete_but_its_note_lost_is_not_sent_again(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_kill_at_a_random_instant_loses_nothing(tmp_path: Path, seed: int) -> None:
+    """Case I123."""
     (tmp_path / "store").mkdir()
     url = f"file://{tmp_path}/store/run"
     world = make_world(rows=16_384, groups=((0, 1, 2, 3),))  # 32 MiB: long enough to be hit
@@ -168,6 +171,7 @@ def count_files(root: Path) -> int:
 
 
 def test_store_outage_is_waited_out_and_visible_meanwhile(tmp_path: Path) -> None:
+    """Case I60."""
     world = make_world()
     store = Ministack(tmp_path / "ministack")
     store.start()

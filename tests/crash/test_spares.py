@@ -53,6 +53,7 @@ def test_reader_of_a_retired_step_goes_on_seeing_it(staging: StagingDir, watched
 def test_flusher_killed_while_it_overwrites_leaves_neither_step_sealed_and_no_spare(
     staging: StagingDir,
 ) -> None:
+    """Case I05."""
     old, new = make_snapshot(step=1, rows=30_000), make_snapshot(step=2, rows=30_000, seed=8)
     first = Watched(staging, RUN_KEY)
     first.seal(old, 1)

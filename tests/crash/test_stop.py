@@ -45,6 +45,7 @@ def reason(root: Path) -> dict[str, object]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_signal_in_training_saves_and_leaves_with_75(zygote: Zygote, root: Path, number: int) -> None:
+    """Case I59."""
     life = live(zygote, root)
     life.wait_for("committed", step=3)
 

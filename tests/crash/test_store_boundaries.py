@@ -94,6 +94,7 @@ def changes_of_a_life() -> int:
 
 @pytest.mark.parametrize("takes_effect", [False, True])
 def test_death_at_every_change_of_the_store(takes_effect: bool) -> None:
+    """Case I01."""
     total = changes_of_a_life()
     assert total > 25
     for at in range(1, total + 1):

@@ -93,6 +93,7 @@ def resume_flushers(run: Run) -> None:
 
 @pytest.mark.parametrize("mode", ["blocking", "overlapped"])
 def test_trainer_killed_after_the_copy_leaves_a_committed_checkpoint(run: Run, mode: str) -> None:
+    """Case I59."""
     life = run.live(mode=mode, last_step=4, dies_after_copy_of=3, freezes_flusher_at=3)
     assert life.wait() == -signal.SIGKILL
     assert life.events("saved")[-1]["step"] == 2
@@ -140,6 +141,7 @@ def test_restart_goes_on_from_what_the_dead_trainer_has_sealed(run: Run) -> None
 
 
 def test_trainer_and_flusher_killed_leave_the_checkpoint_before(run: Run) -> None:
+    """Case I04."""
     life = run.live(last_step=3, freezes_flusher_at=3)
     life.wait_for("saved", step=3)
     poll(lambda: run.committed() == {1, 2}, what=lambda: f"two steps are committed{life.logs()}")
@@ -173,6 +175,7 @@ def _the_only_server(run: Run) -> list[int]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_to_the_whole_group_of_the_trainer_loses_nothing(run: Run, number: int) -> None:
+    """Case I59."""
     # Blocking: the copy is over when step() returns; an overlapped one may lose the race with the signal.
     life = run.live(
         mode="blocking",
@@ -222,6 +225,7 @@ class Gate:
 def test_server_killed_in_mid_upload_is_replaced_and_sends_nothing_twice(
     run: Run, s3_server: Ministack
 ) -> None:
+    """Cases I99, I123."""
     run.url = f"s3://{s3_server.make_bucket()}/run"
     with FaultProxy(s3_server.port) as proxy:
         proxy.fault = gate = Gate()

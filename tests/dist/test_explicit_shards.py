@@ -51,6 +51,7 @@ def _restore(rank: int, world: int, root: Path) -> None:
 
 @pytest.mark.parametrize("saved", [1, 2, 3])
 def test_pieces_restore_onto_any_other_cut(tmp_path: Path, saved: int) -> None:
+    """Case I45."""
     run_ranks(saved, _save, tmp_path)
     for world in ROWS:
         run_ranks(world, _restore, tmp_path)

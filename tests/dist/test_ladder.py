@@ -167,6 +167,7 @@ def sums(told: list[Told]) -> dict[str, int]:
 
 
 def test_trainers_die_and_their_hosts_live_nothing_comes_from_the_store(cluster: Cluster) -> None:
+    """Case I10."""
     cluster.block_uploads()
     first = run(cluster, 4, saves=(4,))
     again = run(cluster, 4, saves=(5,))
@@ -187,6 +188,7 @@ def test_trainers_die_and_their_hosts_live_nothing_comes_from_the_store(cluster:
 
 
 def test_a_node_lost_with_its_disk_is_read_from_its_replicas(cluster: Cluster) -> None:
+    """Case I36."""
     step = CheckpointId(4, 1)
     cluster.block_uploads()
     first = run(cluster, 4, saves=(4,))
@@ -211,6 +213,7 @@ def test_a_node_lost_with_its_disk_is_read_from_its_replicas(cluster: Cluster) -
 
 
 def test_a_node_that_left_the_job_still_serves_and_the_step_is_whole_only_with_it(cluster: Cluster) -> None:
+    """Case I10."""
     step = CheckpointId(4, 1)
     cluster.block_uploads()
     first = run(cluster, 4, saves=(4,))
@@ -227,6 +230,7 @@ def test_a_node_that_left_the_job_still_serves_and_the_step_is_whole_only_with_i
 
 
 def test_all_copies_lost_falls_back_to_the_last_commit_and_names_the_loss(cluster: Cluster) -> None:
+    """Cases I10, I33."""
     first = run(cluster, 4, saves=(2,), committed=(2,))
     shutil.move(cluster.root / "store/run/data", cluster.root / "data")
     cluster.block_uploads()

@@ -88,6 +88,7 @@ def _restore(rank: int, world: int, root: Path, stages: int) -> tuple[dict[str, 
 
 @pytest.mark.parametrize(("world", "data"), [(2, "plain"), (4, "plain"), (4, "fsdp2")])
 def test_stages_restore_onto_any_other_split(tmp_path: Path, world: int, data: str) -> None:
+    """Case I53."""
     saved = run_ranks(world, _save, tmp_path, data, {0: 0.01, 1: 0.01})
     expected = {**saved[-1], **saved[0]}
     for ranks in (1, 2, 3):
@@ -99,6 +100,7 @@ def test_stages_restore_onto_any_other_split(tmp_path: Path, world: int, data: s
 
 
 def test_options_of_each_stage_return_to_its_parameters(tmp_path: Path) -> None:
+    """Case I24."""
     run_ranks(2, _save, tmp_path, "plain", RATES)
     assert [rates for _, rates in run_ranks(2, _restore, tmp_path, 2)] == [[RATES[0]], [RATES[1]]]
     with pytest.raises(AssertionError, match="groups with different options"):

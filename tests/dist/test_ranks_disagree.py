@@ -148,6 +148,7 @@ def restore_after_the_kill(rank: int, world: int, root: Path) -> Sketch:
 
 @pytest.mark.slow
 def test_saves_return_at_once_after_a_rank_was_killed(root: Path) -> None:
+    """Case I38."""
     outcomes = run_ranks(3, kill_rank_two, root, may_die=frozenset({2}))
     assert outcomes[2] is None
     for found in outcomes[:2]:
@@ -250,6 +251,7 @@ def disagreement(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Sket
 
 @pytest.mark.slow
 def test_rank_with_another_url_is_an_error_on_all_ranks_that_names_both(disagreement: list[Sketch]) -> None:
+    """Cases I14, I35."""
     for found in disagreement:
         kind, code, context = found["urls"]
         assert (kind, code, context["rank"]) == ("InvalidInputError", "disagree", "1")
@@ -259,6 +261,7 @@ def test_rank_with_another_url_is_an_error_on_all_ranks_that_names_both(disagree
 
 @pytest.mark.slow
 def test_rank_that_never_restores_is_named_within_the_limit(disagreement: list[Sketch]) -> None:
+    """Case I114."""
     assert disagreement[1]["absent"] is None
     for rank in (0, 2):
         kind, _, context, elapsed_s = disagreement[rank]["absent"]
@@ -268,6 +271,7 @@ def test_rank_that_never_restores_is_named_within_the_limit(disagreement: list[S
 
 @pytest.mark.slow
 def test_rank_whose_state_cannot_be_stored_fails_alone_and_hangs_nobody(disagreement: list[Sketch]) -> None:
+    """Case I38."""
     found = [outcome["unstorable"] for outcome in disagreement]
     for outcome in found:
         kind, _, context = outcome["at_restore"]
@@ -364,6 +368,7 @@ def flip_byte(path: Path) -> None:
 
 @pytest.mark.slow
 def test_damaged_copies_are_repaired_or_all_ranks_fall_back_together(root: Path) -> None:
+    """Case I15."""
     for found in run_ranks(2, damage, root):
         assert found["repaired"] == 2
         kind, code, context = found["explicit"]
@@ -412,6 +417,7 @@ def sealed_ranks(staging: Path, root: Path) -> list[int]:
 
 @pytest.mark.slow
 def test_two_nodes_commit_together_and_a_replaced_node_reads_from_the_store(root: Path) -> None:
+    """Case I36."""
     outcomes = run_ranks(4, two_nodes, root)
     assert [found["sealed"] for found in outcomes] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     groups = sorted(path.name for path in (root / "store/run/index").glob("000000000001.*/*"))

@@ -138,6 +138,7 @@ class _Saved:
 def test_bytes_from_the_store_are_those_of_the_checkpoint(
     server: Ministack, proxy: FaultProxy, root: Path, saved: tuple[str, int], restored: tuple[str, int]
 ) -> None:
+    """Cases I52, I119."""
     run = _Saved(server, proxy, root, *saved)
     assert run.restore(restored[1], restored[0]) == [""] * restored[1]
     assert _data_nbytes(proxy) == run.nbytes
@@ -150,6 +151,7 @@ def test_bytes_from_the_store_are_those_of_the_checkpoint(
 def test_damage_and_death_end_the_same_on_every_rank(
     server: Ministack, proxy: FaultProxy, root: Path
 ) -> None:
+    """Case I38."""
     run = _Saved(server, proxy, root, "ddp", 4)
     told = run.restore(4, "ddp", True, True, may_die=frozenset({3}))
     assert told[3] is None
@@ -161,6 +163,7 @@ def test_damage_and_death_end_the_same_on_every_rank(
 
 
 def test_every_wanted_chunk_is_read_once_and_the_reading_is_spread() -> None:
+    """Case I52."""
     everything = [(rank, number) for rank in range(3) for number in range(4)]
     plan = plan_transfers([everything, everything, everything])
     assert sorted(item.key for item in plan) == everything

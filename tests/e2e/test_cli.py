@@ -180,6 +180,7 @@ def test_a_damaged_manifest_hides_only_itself(cli: Cli, url: str) -> None:
 
 
 def test_prune_deletes_exactly_what_the_dry_run_listed(cli: Cli, url: str) -> None:
+    """Case I72."""
     cli.run("pin", url, "10")
     arguments = ["prune", url, "--keep-last", "2", "--keep-every", "20"]
 

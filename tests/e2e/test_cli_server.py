@@ -155,6 +155,7 @@ def test_through_a_server_errors_have_the_same_exit_codes(
 def test_sweep_takes_what_no_checkpoint_needs_also_through_a_server(
     cli: Cli, url: str, server: Server
 ) -> None:
+    """Case I100."""
     store = open_store(url)
     for step in (5, 15, 60):  # 60 is newer than everything committed: it may still be committed
         build_checkpoint(store, step, 2 if step == 60 else 1, commit=False)

@@ -114,6 +114,8 @@ def test_going_back_to_an_earlier_step_begins_an_attempt_that_latest_follows(pla
 def test_plain_state_is_restored_in_the_callers_own_dict_and_stateful_objects_by_their_loader(
     place: Place,
 ) -> None:
+    """Case I85."""
+
     class Loader:
         def __init__(self) -> None:
             self.position: dict[str, Any] = {}
@@ -192,6 +194,7 @@ def test_average_that_the_loop_updates_after_the_save_tears_one_snapshot_only(pl
 
 
 def test_same_step_may_be_saved_again_when_its_snapshot_was_torn(place: Place) -> None:
+    """Case I66."""
     live = Live.new()
     with place.started(live, mode="overlapped") as manager:
         with capture_held(manager):
@@ -290,6 +293,7 @@ def test_training_does_not_wait_for_the_capture_thread(place: Place) -> None:
 
 
 def test_with_block_waits_for_the_commit(place: Place) -> None:
+    """Case I59."""
     live = Live.new()
     with place.started(live) as manager:
         handle = manager.save(1)
@@ -298,6 +302,7 @@ def test_with_block_waits_for_the_commit(place: Place) -> None:
 
 
 def test_exception_in_the_block_does_not_lose_what_was_handed_over(place: Place) -> None:
+    """Case I59."""
     live = Live.new()
     manager = place.started(live, mode="overlapped")
     expected = live.state()

@@ -62,6 +62,7 @@ def test_step_saves_when_due_by_interval_or_policy(place: Place) -> None:
 
 
 def test_save_before_restore_is_refused(place: Place) -> None:
+    """Case I06."""
     live, _ = save_steps(place, [2])
     with place.manager(live) as manager:
         with pytest.raises(InvalidInputError) as caught:
@@ -73,6 +74,7 @@ def test_save_before_restore_is_refused(place: Place) -> None:
 
 
 def test_start_over_begins_beside_what_exists_and_latest_follows_it(place: Place) -> None:
+    """Cases I06, I14."""
     _, states = save_steps(place, [2])
     other = Live.new(seed=8)
     before = other.state()
@@ -103,6 +105,7 @@ def test_unknown_step_is_not_found_and_changes_nothing(place: Place) -> None:
 
 
 def test_steps_must_grow_within_an_attempt(place: Place) -> None:
+    """Case I66."""
     live = Live.new()
     with place.started(live) as manager:
         manager.save(5)
@@ -116,6 +119,7 @@ def test_steps_must_grow_within_an_attempt(place: Place) -> None:
 
 
 def test_mismatch_is_raised_before_anything_changes_and_not_strict_restores_the_rest(place: Place) -> None:
+    """Cases I14, I27."""
     _, states = save_steps(place, [2])
     other = Live.new(seed=5)
     other.model.add = nn.Linear(2, 2)
@@ -212,6 +216,7 @@ def _flip_a_byte(path: Path) -> None:
 def test_latest_falls_back_to_the_checkpoint_before_when_no_copy_is_good(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Case I15."""
     _, states = save_steps(place, [1, 2])
     for path in place.segments(CheckpointId(2, 1)):
         _flip_a_byte(path)
@@ -232,6 +237,7 @@ def test_latest_falls_back_to_the_checkpoint_before_when_no_copy_is_good(
 
 
 def test_every_checkpoint_damaged_is_an_error_not_a_fresh_start(place: Place) -> None:
+    """Case I15."""
     save_steps(place, [1])
     for path in place.segments(CheckpointId(1, 1)):
         _flip_a_byte(path)

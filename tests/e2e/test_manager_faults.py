@@ -50,6 +50,7 @@ def flusher_pid(manager: CheckpointManager) -> int:
 
 @pytest.mark.parametrize("mode", ["blocking", "overlapped"])
 def test_busy_saves_are_skipped_when_asked_for(place: Place, mode: Any) -> None:
+    """Case I65."""
     live = Live.new()
     with place.started(live, on_busy="skip", mode=mode) as manager:
         manager.save(1).upload_completion.result(WAIT_S)
@@ -67,6 +68,7 @@ def test_busy_saves_are_skipped_when_asked_for(place: Place, mode: Any) -> None:
 
 
 def test_busy_saves_fail_when_asked_for_and_training_can_go_on(place: Place) -> None:
+    """Case I65."""
     live = Live.new()
     with place.started(live, on_busy="fail") as manager:
         manager.save(1).upload_completion.result(WAIT_S)
@@ -84,6 +86,7 @@ def test_busy_saves_fail_when_asked_for_and_training_can_go_on(place: Place) -> 
 def test_busy_saves_wait_by_default_and_say_for_how_long(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Case I65."""
     live = Live.new()
     with place.started(live) as manager:
         manager.save(1).upload_completion.result(WAIT_S)
@@ -111,6 +114,7 @@ def test_busy_saves_wait_by_default_and_say_for_how_long(
 def test_killed_flusher_is_an_error_at_the_next_call_and_the_save_after_that_commits(
     place: Place, mode: Any
 ) -> None:
+    """Case I58."""
     live = Live.new()
     with place.started(live, mode=mode) as manager:
         manager.save(1).upload_completion.result(WAIT_S)
@@ -148,6 +152,7 @@ def test_flusher_killed_between_two_saves_costs_nothing(place: Place) -> None:
 def test_background_errors_may_only_be_warnings_but_waiting_raises_them(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Case I58."""
     live = Live.new()
     manager = place.started(live, on_error="warn")
     _lose_a_save(manager, 1)
@@ -196,6 +201,7 @@ def test_save_whose_flusher_died_after_the_seal_is_still_followed_to_its_commit(
 
 
 def test_first_save_finds_an_arena_that_was_made_for_the_optimizers_state_as_well(place: Place) -> None:
+    """Case I108."""
     torch.manual_seed(0)
     model = torch.nn.Linear(800, 800)  # state of 8 MiB with Adam's: more than the slack of an arena
     optimizer = torch.optim.AdamW(model.parameters())
@@ -232,6 +238,7 @@ def test_state_that_grows_and_shrinks_between_saves_is_saved_as_it_is(place: Pla
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
 @pytest.mark.timeout(60)
 def test_forked_data_loader_workers_neither_hang_nor_disturb_the_saves(place: Place) -> None:
+    """Cases I93, I121."""
     live = Live.new()
     data = TensorDataset(torch.arange(40).view(20, 2) % 13)
     with place.started(live, mode="overlapped", save_interval_steps=2) as manager:
@@ -278,6 +285,7 @@ manager.save(2)
 
 
 def test_child_that_leaves_through_exit_handlers_and_trainer_that_never_closes(tmp_path: Path) -> None:
+    """Cases I59, I121."""
     root = Path(__file__).resolve().parents[2]
     paths = [str(root / name) for name in ("", "proto", "server", "trainer_hooks")]
     script = subprocess.run(

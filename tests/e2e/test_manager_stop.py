@@ -55,6 +55,7 @@ def test_flag_lets_the_loop_end_by_itself_after_the_common_step_was_saved(place:
 
 
 def test_long_phase_between_two_steps_can_be_left(place: Place) -> None:
+    """Case I61."""
     live = Live.new()
     manager = started(place, live)
     live.train(range(3), manager)

@@ -96,6 +96,7 @@ def test_watch_tells_each_state_in_order(server: Server, url: str) -> None:
 
 
 def test_status_lists_a_half_sealed_step_with_its_age(server: Server, url: str) -> None:
+    """Case I62."""
     with server.client() as client:
         run_key = client.register(url, staging=server.staging).run_key
         seal(server.staging, run_key, ID, make_world(), 0)
@@ -155,6 +156,7 @@ def test_a_store_that_is_down_keeps_nobody_from_registering(server: Server) -> N
 
 
 def test_damaged_chunk_fails_the_step_by_name_and_later_steps_go_on(server: Server, url: str) -> None:
+    """Case I58."""
     world, later = make_world(), CheckpointId(20, 1)
     with server.client() as client:
         run_key = client.register(url, staging=server.staging).run_key
@@ -189,6 +191,7 @@ def seal_damaged(staging: StagingDir, run_key: str, world: World) -> None:
 
 
 def test_two_nodes_commit_once_all_groups_are_there(tmp_path: Path, url: str) -> None:
+    """Cases I03, I07."""
     world = make_world(groups=((0, 1), (2, 3)))
     run_key = keys.run_key(url)
     with Server(tmp_path / "a") as first, Server(tmp_path / "b") as second:
@@ -236,6 +239,7 @@ def test_local_retention_keeps_the_newest_committed_steps(server: Server, url: s
 
 
 def test_store_retention_is_applied_by_the_committer(server: Server, url: str) -> None:
+    """Case I67."""
     world = make_world()
     for step in (10, 20, 30, 40):
         run_key = save(server, url, world, CheckpointId(step, 1), keep_last=1, keep_every=20)

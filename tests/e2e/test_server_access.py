@@ -31,6 +31,7 @@ EMBEDDED = ("--embedded", "--idle-exit", "0.5")
 
 
 def test_second_server_on_a_directory_is_refused(server: Server) -> None:
+    """Cases I07, I123."""
     second = Server(server.staging.path).spawn()
     assert second.wait(20) == 3
     assert "another staging server owns this directory" in server.log()

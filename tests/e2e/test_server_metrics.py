@@ -45,6 +45,7 @@ def test_metrics_tell_where_the_steps_of_a_run_stand(tmp_path: Path, url: str) -
 
 
 def test_a_store_that_is_away_shows_as_pending_bytes_and_retries(tmp_path: Path) -> None:
+    """Case I62."""
     world = make_world()
     (tmp_path / "store").write_text("a file where the directory should be")
     with Server(tmp_path / "staging", "--metrics-listen", "127.0.0.1:0") as server:

@@ -73,6 +73,7 @@ def send(
 
 
 def test_damage_in_transit_is_refused_and_asked_for_again(tmp_path: Path, url: str, server: Server) -> None:
+    """Case I124."""
     world = make_world()
     ours = StagingDir(tmp_path / "ours").ensure()
     run_key = keys.run_key(url)
@@ -97,7 +98,7 @@ def test_other_bytes_under_a_sealed_name_are_a_conflict(tmp_path: Path, url: str
 
 
 def test_large_messages_pass(server: Server, url: str, tmp_path: Path) -> None:
-    """A layout far above gRPC's default limit of 4 MiB (200,000 tensors of a large model)."""
+    """A layout far above gRPC's default limit of 4 MiB (200,000 tensors of a large model) (I120)."""
     ours = StagingDir(tmp_path / "ours").ensure()
     run_key = keys.run_key(url)
     seal(ours, run_key, ID, make_world(), 0)

@@ -85,6 +85,7 @@ def test_step_is_committed_once_through_a_faulty_store(
     name: str,
     fault: Fault,
 ) -> None:
+    """Cases I60, I96."""
     world = make_world()
     url = f"s3://{s3_server.make_bucket()}/run"
     proxy.fault = fault
@@ -102,6 +103,7 @@ def test_step_is_committed_once_through_a_faulty_store(
 def test_refused_credentials_are_shown_and_work_goes_on_when_they_are_good_again(
     tmp_path: Path, s3_server: Ministack, proxy: FaultProxy, record_fault: Recorder
 ) -> None:
+    """Case I94."""
     world = make_world()
     url = f"s3://{s3_server.make_bucket()}/run"
     proxy.fault = lambda method, path: 403 if "/data/" in path else None

@@ -74,6 +74,7 @@ def counts_of_owned(layout: TensorLayout) -> np.ndarray:
 @given(layouts())
 @examples(200)
 def test_local_region_is_what_dtensor_holds_on_every_rank(layout: TensorLayout) -> None:
+    """Case I44."""
     full = torch.arange(math.prod(layout.global_shape)).reshape(layout.global_shape)
     for rank in world_of(layout):
         expected = torch_local(full, layout, rank)

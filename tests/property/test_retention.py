@@ -35,6 +35,7 @@ def test_retention_laws(
     keep_every: int,
     pinned: set[CheckpointId],
 ) -> None:
+    """Case I70."""
     present, line = history
     verdicts = plan_prune(
         sorted(present), line=line, keep_last=keep_last, keep_every=keep_every, pinned=pinned

@@ -57,6 +57,7 @@ def test_prefault_without_populate_write_allocates_and_keeps_content(monkeypatch
 
 
 def test_prefault_leaves_the_interpreter_to_others() -> None:
+    """Case I116."""
     with Arena(256 << 20) as arena:
         turns = 0
         thread = threading.Thread(target=arena.prefault_all)

@@ -109,6 +109,7 @@ def test_without_conditional_put_an_overwritten_claim_is_noticed() -> None:
 
 
 def test_numbers_are_not_used_again_when_the_records_were_lost() -> None:
+    """Case I06."""
     store = memory_store()
     built = build_checkpoint(store, 10, attempt=3, world_size=1)
     assert claim(store, parent=built.ident) == 4

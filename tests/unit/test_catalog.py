@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+from ckpt.clock import SystemClock
 from ckpt.errors import CorruptError, InvalidInputError, NotFoundError, UnavailableError
 from ckpt.format.ids import CheckpointId
 from ckpt.format.keys import attempt_key, group_key, layout_key, manifest_key
@@ -22,7 +25,9 @@ from ckpt.ops.catalog import (
     read_manifest,
     resolve,
 )
+from ckpt.ops.prune import execute_prune, plan_retention
 from ckpt.storage.base import Store
+from ckpt.storage.open import open_store
 from tests.support.builders import CountingStore, build_checkpoint, claim, memory_store
 
 
@@ -50,6 +55,7 @@ def test_an_empty_run_has_no_latest() -> None:
 
 
 def test_listing_is_newest_first_by_number_and_passes_foreign_keys_over() -> None:
+    """Case I11."""
     store = memory_store()
     publish(store, *(ident(step) for step in (9, 10, 99, 100, 1000, 20)), ident(5, 2))
     store.put("manifests/.marker", b"")
@@ -64,6 +70,25 @@ def test_listing_is_newest_first_by_number_and_passes_foreign_keys_over() -> Non
         (9, 1),
     ]
     assert latest(store) == ident(5, 2)
+
+
+def test_the_times_of_objects_mean_nothing(tmp_path: Path) -> None:
+    """Case I12."""
+    store = open_store(f"file://{tmp_path}/run")
+    claim(store)
+    for step in (10, 20, 30):
+        build_checkpoint(store, step)
+    copied_at = SystemClock().now()
+    for age, step in enumerate((10, 20, 30)):  # a copy has turned the order round, and 30 is of the future
+        at = copied_at - 1000 * age if step < 30 else copied_at + 3600
+        os.utime(tmp_path / "run" / manifest_key(ident(step)), (at, at))
+    assert latest(store) == ident(30)
+    os.utime(tmp_path / "run" / manifest_key(ident(30)), (0, 0))
+    assert latest(store) == ident(30)
+    assert [info.ident.step for info in list_checkpoints(store)] == [30, 20, 10]
+    execute_prune(store, plan_retention(store, keep_last=1))
+    assert steps(store) == [(30, 1)]
+    store.close()
 
 
 def test_a_newer_attempt_hides_higher_steps_of_older_ones() -> None:
@@ -171,6 +196,7 @@ def test_a_staged_step_that_is_committed_too_comes_once() -> None:
 
 
 def test_what_a_deleted_run_left_on_the_nodes_is_not_resumed_from() -> None:
+    """Case I14."""
     store = memory_store()
     assert latest(store, [ident(30, 4)]) is None
     claim(store)
@@ -178,6 +204,7 @@ def test_what_a_deleted_run_left_on_the_nodes_is_not_resumed_from() -> None:
 
 
 def test_without_attempt_records_the_newest_manifest_is_latest() -> None:
+    """Case I06."""
     store = memory_store()
     build_checkpoint(store, 10, 1)
     build_checkpoint(store, 20, 2, parent=ident(10))
@@ -198,6 +225,7 @@ def test_a_lost_record_that_is_needed_is_an_error_not_a_guess() -> None:
 
 
 def test_nothing_is_remembered_between_calls() -> None:
+    """Cases I09, I91."""
     store = memory_store()
     publish(store, ident(5))
     seen = [latest(store)]
@@ -209,6 +237,7 @@ def test_nothing_is_remembered_between_calls() -> None:
 
 
 def test_latest_costs_the_same_requests_with_ten_thousand_checkpoints() -> None:
+    """Case I113."""
     costs = []
     for count in (10, 10_000):
         store = CountingStore(memory_store())
@@ -225,6 +254,7 @@ def test_latest_costs_the_same_requests_with_ten_thousand_checkpoints() -> None:
 
 
 def test_listing_ten_thousand_takes_ten_requests_and_reads_no_object() -> None:
+    """Case I101."""
     store = CountingStore(memory_store())
     publish(store.inner, *(ident(step) for step in range(10_000)))
     started = time.perf_counter()
@@ -311,6 +341,7 @@ def test_a_group_index_that_was_replaced_after_the_commit_is_noticed() -> None:
 
 
 def test_missing_pieces_of_a_committed_checkpoint_are_corruption() -> None:
+    """Case I02."""
     store = memory_store()
     built = build_checkpoint(store, 10)
     store.delete([group_key(built.ident, 1, 2)])
@@ -339,6 +370,7 @@ class Throttled(CountingStore):
 
 @pytest.mark.parametrize("kind", ["list", "head", "get"])
 def test_a_throttled_store_is_an_error_never_an_empty_run(kind: str) -> None:
+    """Cases I102, I113."""
     store = Throttled(memory_store())
     claim(store)
     publish(store, ident(10))

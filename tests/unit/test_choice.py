@@ -41,6 +41,7 @@ def test_holdings_survive_both_wire_forms() -> None:
 
 
 def test_a_step_is_usable_when_nodes_together_have_every_rank() -> None:
+    """Case I10."""
     a, b = node("a"), node("b")
     assert standings([holds(a, (0, 1)), holds(b, (2,))])[STEP].missing == (3,)
     whole = standings([holds(a, (0, 1)), holds(b, (2, 3))])[STEP]

@@ -34,6 +34,7 @@ IDENT = CheckpointId(10, 1)
 
 
 def test_a_commit_waits_for_every_group_and_names_the_missing() -> None:
+    """Case I01."""
     store = memory_store()
     result = try_commit(store, IDENT)
     assert (result.state, result.missing) == (CommitState.WAITING, ())
@@ -70,6 +71,7 @@ def test_the_manifest_says_what_there_is() -> None:
 
 
 def test_of_racing_committers_one_wins_and_the_others_learn_it() -> None:
+    """Case I07."""
     store = memory_store()
     build_checkpoint(store, 10, world_size=4, commit=False)
     with ThreadPoolExecutor(8) as pool:
@@ -181,6 +183,7 @@ def lose_layout(segments: list[disk_pb2.SegmentIndex]) -> None:
 def test_parts_that_do_not_make_a_whole_are_never_committed(
     change: Callable[[list[disk_pb2.SegmentIndex]], None], code: str
 ) -> None:
+    """Case I02."""
     store = memory_store()
     built = build_checkpoint(store, 10, world_size=3, group_size=3, commit=False)
     rewrite(store, built, change)
@@ -191,6 +194,7 @@ def test_parts_that_do_not_make_a_whole_are_never_committed(
 
 
 def test_groups_of_different_starts_are_not_mixed() -> None:
+    """Case I03."""
     store = memory_store()
     build_checkpoint(
         store, 10, world_size=4, parent=CheckpointId(3, 1), attempt=2, groups=[0, 1, 2], commit=False
@@ -332,6 +336,7 @@ def simulate(world_size: int, group_size: int, tensors: int) -> tuple[CountingSt
 
 
 def test_commit_of_4096_ranks_reads_headers_only_and_its_manifest_does_not_grow() -> None:
+    """Case I115."""
     small, ident, _ = simulate(8, 8, 300)
     large, _, elapsed_s = simulate(4096, 8, 300)
     print(f"commit of 4096 ranks x 300 tensors: {elapsed_s:.3f} s")

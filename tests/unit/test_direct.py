@@ -139,6 +139,8 @@ def test_first_error_stops_the_work_and_is_raised(tmp_path: Path, monkeypatch: p
 def test_room_is_reserved_first_so_that_a_full_disk_shows_before_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Case I125."""
+
     def refuse(fd: int, nbytes: int) -> int:
         direct.ctypes.set_errno(errno.ENOSPC)
         return -1

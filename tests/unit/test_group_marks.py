@@ -61,6 +61,7 @@ def simulate(
 
 
 def test_requests_are_groups_plus_a_constant_and_manifests_do_not_grow_from_1000_to_10000_ranks() -> None:
+    """Case I115."""
     _, small, small_sizes = simulate(1000)
     _, large, large_sizes = simulate(10_000)
     pages = 10_000 // 8 // 1000  # a listing asks once more for every 1000 keys

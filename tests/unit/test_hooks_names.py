@@ -168,6 +168,7 @@ def _numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[bytes]:
 @pytest.mark.usefixtures("_alone_in_a_group")
 @pytest.mark.parametrize("saved", WRAPPERS)
 def test_wrappers_change_no_name_and_any_pair_restores(saved: str) -> None:
+    """Case I25."""
     model, optimizer = _wrapped(saved, 0)
     taken = take(train_state(model=model, optimizer=optimizer))
     assert "model.1.lin.weight" in taken.layouts
@@ -186,6 +187,8 @@ def test_wrappers_change_no_name_and_any_pair_restores(saved: str) -> None:
 
 
 def test_attribute_of_the_user_that_is_called_like_a_wrappers_keeps_its_name() -> None:
+    """Case I25."""
+
     class Mine(nn.Module):
         def __init__(self) -> None:
             super().__init__()

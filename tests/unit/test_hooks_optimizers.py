@@ -261,6 +261,8 @@ def test_groups_that_were_cut_differently_are_named_before_anything_changes(stri
 
 
 def test_I28_moments_keep_their_dtype_where_it_is_not_the_parameters() -> None:
+    """Case I22."""
+
     def built(seed: int) -> tuple[_Two, torch.optim.Optimizer]:
         torch.manual_seed(seed)
         model = _Two().bfloat16()
@@ -370,6 +372,7 @@ def test_two_optimizers_over_one_model_keep_apart() -> None:
 
 
 def test_parameter_of_no_registered_module_is_refused_with_its_group_and_shape() -> None:
+    """Case I23."""
     model, _ = _two(0)
     stray = nn.Parameter(torch.zeros(2, 5))
     optimizer = torch.optim.AdamW([{"params": list(model.parameters())}, {"params": [stray]}])

@@ -18,6 +18,7 @@ def want(box: Box, target: int = 0, name: str = "w") -> Want:
 
 
 def test_only_ranks_that_hold_a_part_are_read() -> None:
+    """Case I119."""
     plan = plan_read(SAVED, [want(Box((3, 0), (2, 6)))])
     assert list(plan.by_rank) == [1, 2]
     assert plan.by_rank[1][0].pairs == ((Box((1, 0), (1, 6)), Box((0, 0), (1, 6))),)
@@ -88,6 +89,7 @@ def test_a_copy_is_cut_where_a_chunk_ends() -> None:
 
 
 def test_chunks_between_the_wanted_parts_are_not_read() -> None:
+    """Cases I110, I119."""
     layout = TensorLayout("w", "int64", (2, 4096), Mesh.from_ranks((1,), (), (0,)), (Shard(0),))
     save = plan_save([layout], 0)
     entries = {entry.name: entry for entry in save.tensor_entries()}

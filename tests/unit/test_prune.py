@@ -82,6 +82,7 @@ def test_a_dry_run_says_exactly_what_would_go_and_deletes_nothing() -> None:
 
 
 def test_after_going_back_the_two_last_of_the_current_line_stay() -> None:
+    """Case I69."""
     store = filled(20, 30)
     claim(store, parent=ident(20))
     build_checkpoint(store, 25, 2, parent=ident(20))
@@ -98,6 +99,7 @@ def test_what_a_new_attempt_resumed_from_stays_though_higher_steps_exist() -> No
 
 
 def test_unfinished_saves_do_not_count_and_are_left_alone() -> None:
+    """Case I68."""
     store = filled(10)
     build_checkpoint(store, 20, commit=False)
     build_checkpoint(store, 30, groups=[0], commit=False)
@@ -108,6 +110,7 @@ def test_unfinished_saves_do_not_count_and_are_left_alone() -> None:
 
 @pytest.mark.parametrize("keep_last", [0, -1])
 def test_a_bad_policy_is_refused_before_any_request(keep_last: int) -> None:
+    """Case I72."""
     store = filled(10, 20)
     store.reset()
     with pytest.raises(InvalidInputError):
@@ -155,6 +158,7 @@ def test_a_plan_that_was_overtaken_by_a_new_start_is_refused() -> None:
 
 
 def test_nothing_is_deleted_while_the_latest_is_not_whole() -> None:
+    """Case I67."""
     for damage in (segment_key(ident(20), 1), group_key(ident(20), 0, 2)):
         store = filled(10, 20)
         store.delete([damage])
@@ -170,6 +174,7 @@ def test_nothing_is_deleted_while_the_latest_is_not_whole() -> None:
 
 
 def test_pinned_checkpoints_stay_and_cannot_be_deleted_by_name() -> None:
+    """Case I70."""
     store = filled(10, 20, 30)
     pin(store, ident(10))
     pin(store, ident(10))
@@ -218,6 +223,7 @@ class DiesWhileDeleting(CountingStore):
 
 @pytest.mark.parametrize("at", range(5))  # manifest, two group indexes, two segments
 def test_a_prune_cut_short_leaves_nothing_half_deleted_on_offer_and_the_sweep_finishes_it(at: int) -> None:
+    """Case I73."""
     store = DiesWhileDeleting(memory_store())
     claim(store)
     for step in (10, 20):
@@ -257,6 +263,7 @@ def test_segments_that_a_kept_checkpoint_needs_stay_until_it_goes() -> None:
 
 
 def test_the_sweep_takes_only_what_is_old_overtaken_and_needed_by_nobody() -> None:
+    """Case I100."""
     store = filled(20)
     overtaken = build_checkpoint(store, 10, commit=False).ident
     pending = build_checkpoint(store, 30, commit=False).ident
@@ -278,6 +285,7 @@ def test_the_sweep_takes_only_what_is_old_overtaken_and_needed_by_nobody() -> No
 
 
 def test_the_sweep_spares_what_the_newest_attempt_resumed_from_before_its_commit() -> None:
+    """Case I100."""
     store = memory_store()
     claim(store)
     build_checkpoint(store, 20)
@@ -293,6 +301,7 @@ def test_the_sweep_spares_what_the_newest_attempt_resumed_from_before_its_commit
 
 
 def test_an_unreadable_manifest_stops_the_sweep_and_the_prune() -> None:
+    """Case I102."""
     store = filled(10, 20, 30)
     left = build_checkpoint(store, 15, commit=False).ident
     store.put(manifest_key(ident(20)), b"junk")

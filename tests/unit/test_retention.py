@@ -20,6 +20,7 @@ def kept(verdicts: list[Verdict]) -> list[int]:
 
 
 def test_order_is_by_number_across_digits() -> None:
+    """Case I11."""
     all_ = idents(1, 9, 10, 99, 100, 1000, 20)
     verdicts = plan_prune(all_, line=newest_first(all_), keep_last=2)
     assert [v.ident.step for v in verdicts] == [1000, 100, 99, 20, 10, 9]
@@ -27,6 +28,7 @@ def test_order_is_by_number_across_digits() -> None:
 
 
 def test_the_last_are_counted_along_the_current_line() -> None:
+    """Case I69."""
     old, new = idents(1, 10, 20, 30), idents(2, 25)
     verdicts = plan_prune(old + new, line=[new[0], old[1], old[0]], keep_last=2)
     assert kept(verdicts) == [25, 20]
@@ -65,6 +67,7 @@ def test_keep_every_prefers_the_line_where_two_branches_have_the_step() -> None:
 
 
 def test_pins_hold_beside_the_policy() -> None:
+    """Case I70."""
     all_ = idents(1, 10, 20, 30, 40)
     verdicts = plan_prune(all_, line=newest_first(all_), keep_last=2, pinned=[all_[0], CheckpointId(7, 1)])
     assert kept(verdicts) == [40, 30, 10]
@@ -82,11 +85,13 @@ def test_pins_hold_beside_the_policy() -> None:
     ],
 )
 def test_values_that_could_be_read_as_keep_nothing_or_keep_all_are_refused(bad: dict[str, Any]) -> None:
+    """Case I72."""
     with pytest.raises(InvalidInputError) as caught:
         plan_prune(idents(1, 10), line=[], **bad)
     assert caught.value.code == "retention"
 
 
 def test_huge_numbers_keep_all() -> None:
+    """Case I72."""
     all_ = idents(1, 10, 20)
     assert kept(plan_prune(all_, line=newest_first(all_), keep_last=10**30)) == [20, 10]

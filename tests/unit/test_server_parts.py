@@ -116,6 +116,7 @@ def drain(queue: WorkQueue) -> None:
 
 
 def test_due_jobs_run_in_order_of_priority() -> None:
+    """Case I65."""
     queue = WorkQueue("test", workers=1, clock=SystemClock())
     order: list[int] = []
     gate = threading.Event()
@@ -255,6 +256,7 @@ def committed_run(tmp_path: Path, steps: tuple[int, ...]) -> tuple[StagingDir, R
 
 
 def test_local_retention_gives_way_when_the_next_save_would_not_fit(tmp_path: Path) -> None:
+    """Case I125."""
     staging, run, table = committed_run(tmp_path, (10, 20, 30, 40))
     roomy = retain_local(staging, run, table, now=0.0, grace_s=0.0, free_nbytes=2 << 30)
     tight = retain_local(staging, run, table, now=0.0, grace_s=0.0, free_nbytes=1 << 30)
@@ -295,6 +297,7 @@ def test_spare_counts_as_room_and_goes_first_where_there_is_none(tmp_path: Path)
 
 
 def test_what_is_not_committed_stays_however_tight_it_is(tmp_path: Path) -> None:
+    """Case I65."""
     staging, run, table = committed_run(tmp_path, (30,))
     for ident in (CheckpointId(10, 1), CheckpointId(20, 1)):
         staging.make_checkpoint_dir(run.key, ident)

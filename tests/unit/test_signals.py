@@ -115,6 +115,7 @@ def test_names_are_checked() -> None:
 
 
 def test_forked_child_dies_of_the_signal_and_the_parent_hears_nothing_of_it() -> None:
+    """Case I121."""
     give_back = stop_signals.install([USR1])
     heard = stop_signals.count(USR1)
     try:

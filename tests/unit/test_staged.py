@@ -64,6 +64,7 @@ def test_a_replica_stands_in_for_a_node_that_is_gone(nodes: Nodes) -> None:
 
 
 def test_a_rank_without_a_segment_is_refused(nodes: Nodes) -> None:
+    """Case I33."""
     with pytest.raises(CorruptError) as caught:
         nodes.prove([header for header in nodes.headers() if header.segments[0].rank != 3])
     assert caught.value.code == "ranks"

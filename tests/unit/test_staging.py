@@ -61,6 +61,7 @@ def test_default_path_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch
 
 
 def test_socket_is_in_the_directory_unless_its_path_is_too_long(tmp_path: Path) -> None:
+    """Case I64."""
     assert StagingDir("/s").socket_target() == "unix:/s/server.sock"
     long = StagingDir(tmp_path / ("x" * 100))
     path = long.socket_path()

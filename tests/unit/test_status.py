@@ -95,6 +95,7 @@ def test_damaged_details_fall_back_to_the_status() -> None:
 
 
 def test_a_huge_error_stays_below_the_metadata_limit() -> None:
+    """Case I120."""
     context = {f"key{i}": "\N{SNOWMAN}" * 100_000 for i in range(100)}
     error = CorruptError("m" * 1_000_000, code="digest", **context)
 

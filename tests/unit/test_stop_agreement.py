@@ -57,6 +57,7 @@ def test_nobody_is_asked_before_somebody_asks(tmp_path: Path) -> None:
 
 
 def test_decision_is_the_largest_first_step(tmp_path: Path) -> None:
+    """Case I40."""
     ranks = ranks_of_two_nodes(tmp_path)
     everybody_hears(ranks)
     for rank, earliest in zip(ranks, (7, 8, 6), strict=True):

@@ -43,6 +43,7 @@ def test_write_durably_names_what_is_wrong(tmp_path: Path) -> None:
 
 
 def test_a_write_that_fails_in_the_middle_keeps_the_old_file(tmp_path: Path) -> None:
+    """Case I05."""
     write_durably(tmp_path / "f", b"old")
     # A file size limit stands in for a full disk: both fail in the middle of a write.
     program = f"""
@@ -70,6 +71,7 @@ except UnavailableError:
 
 
 def test_a_killed_writer_leaves_whole_values_and_no_listed_rest(tmp_path: Path) -> None:
+    """Case I05."""
     program = f"""
 import sys
 from ckpt.storage.open import open_store

@@ -35,6 +35,7 @@ def calls_of(work: Callable[[], object]) -> int:
 
 
 def test_what_a_save_does_grows_in_proportion_to_the_tensors() -> None:
+    """Case I115."""
     first, later = [], []
     for count in (SMALL, 4 * SMALL):
         saves = TinySaves(count)
@@ -51,6 +52,7 @@ def test_what_a_save_does_grows_in_proportion_to_the_tensors() -> None:
 
 
 def test_later_saves_do_not_plan_again() -> None:
+    """Case I115."""
     saves = TinySaves(2000)
     saves.save()
     plan = saves._plan
@@ -59,6 +61,8 @@ def test_later_saves_do_not_plan_again() -> None:
 
 
 def test_very_many_tensors_come_back_by_bits() -> None:
+    """Case I64."""
+
     def model(seed: int) -> nn.Module:
         generator = torch.Generator().manual_seed(seed)
         module = nn.Module()

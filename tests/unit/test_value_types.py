@@ -154,6 +154,7 @@ def _registered() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_registered")
 def test_registered_enums_dataclasses_and_namedtuples_come_back_as_they_were() -> None:
+    """Case I79."""
     made = _Progress(10, _Phase.MAIN, {1, 2})
     object.__setattr__(made, "derived", 5)
     for value in (made, _Phase.WARMUP, _Flags.A | _Flags.B, Pair(1, [2]), {_Phase.MAIN: Pair(None, ())}):

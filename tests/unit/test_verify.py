@@ -92,6 +92,7 @@ def test_quick_finds_a_segment_of_the_wrong_size(change: Callable[[bytes], bytes
 
 
 def test_only_deep_finds_a_flipped_bit_and_says_where() -> None:
+    """Case I124."""
     store, _ = build()
     store.put(SEGMENT, flip_middle(store.get(SEGMENT)))
     assert problems(store, deep=False) == []
@@ -235,6 +236,7 @@ class Hiccup(CountingStore):
 
 @pytest.mark.parametrize("refuse", ["head", "get_range", "list", "segments"])
 def test_a_store_that_cannot_be_reached_is_not_damage(refuse: str) -> None:
+    """Case I102."""
     store = Hiccup(memory_store())
     build_checkpoint(store, 10)
     checkpoint = load_checkpoint(store, IDENT)
