@@ -7,13 +7,14 @@ BENCH_VENV := .venv-bench
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo shows test test-fast lint proto bench clean
+.PHONY: help demo shows test test-fast reliability lint proto bench clean
 
 help:
 	@echo "make demo       train a small GPT on 4 ranks, kill one in mid-save, resume on other topologies (4 minutes)"
 	@echo "make shows      lose ranks, nodes and copies; print what is restored, and from where"
 	@echo "make test       everything that is tested, real S3 server included"
 	@echo "make test-fast  unit and property tests only"
+	@echo "make reliability  put every fault in; writes the table of docs/reliability.md"
 	@echo "make lint       style, types, layer contract"
 	@echo "make proto      generate the protobuf code again"
 	@echo "make bench      measure, next to the limits of this machine and other libraries"
@@ -52,6 +53,10 @@ test: $(VENV)/.ready $(PROTO_VENV)/.ready
 
 test-fast: $(VENV)/.ready $(PROTO_VENV)/.ready
 	$(RUN) -m pytest -n 2 --dist loadfile tests/unit tests/property
+
+# -m fault: those that are rows of the table.
+reliability: $(VENV)/.ready
+	$(RUN) -m pytest -n 2 --dist loadfile -m fault --reliability-report docs/reliability.md
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,10 +19,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     reliability.add_option(parser)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", reliability.MARK)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    reliability.declare(item)
+
+
 @pytest.fixture
-def record_fault(request: pytest.FixtureRequest) -> reliability.Recorder:
-    """Note a fault and its outcome for docs/reliability.md; see tests.support.reliability."""
-    return reliability.recorder(request)
+def tried(request: pytest.FixtureRequest) -> Callable[[int], None]:
+    """Tell how often the fault of this test (``pytest.mark.fault``) was put in."""
+    return lambda times: reliability.set_times(request.node, times)
 
 
 @pytest.fixture(scope="session")
@@ -64,8 +72,9 @@ def pytest_terminal_summary(
 ) -> None:
     del exitstatus
     if path := config.getoption("--reliability-report"):
-        stats = terminalreporter.stats
-        reliability.write_report(Path(path), [*stats.get("passed", []), *stats.get("failed", [])])
+        states = ("passed", "failed", "error", "skipped")
+        reports = [report for state in states for report in terminalreporter.stats.get(state, [])]
+        reliability.write_report(Path(path), reliability.results(reports))
     # From the reports, which also come from other processes where several run tests.
     for report in terminalreporter.stats.get("skipped", []):
         _, _, reason = (

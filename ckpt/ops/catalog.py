@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from ckpt.errors import CorruptError, InvalidInputError, NotFoundError
+from ckpt.errors import CorruptError, InvalidInputError, NotFoundError, UnavailableError
 from ckpt.events import event, get_logger
 from ckpt.format.ids import MAX_STEP, CheckpointId
 from ckpt.format.keys import ATTEMPTS, MANIFESTS, manifest_key, parse_manifest_key
@@ -25,6 +25,7 @@ from ckpt.format.manifest import open_manifest
 from ckpt.ops.attempts import first_parsed, newest_attempt, read_attempt
 from ckpt.ops.checkpoint import Checkpoint
 from ckpt.ops.groups import read_layout
+from ckpt.ops.reread import read_again
 from ckpt.storage.base import Store
 from ckpt_proto.v1 import disk_pb2
 
@@ -45,6 +46,7 @@ __all__ = [
 
 _log = get_logger("ops.catalog")
 _WORKERS = 16
+_LOOKS = 3
 _RUN_FOLDERS = frozenset({MANIFESTS.rstrip("/"), ATTEMPTS.rstrip("/")})
 _STEP = re.compile(r"\d{1,12}", re.ASCII)
 
@@ -146,10 +148,28 @@ def candidates(store: Store, staged: Collection[CheckpointId] = ()) -> Iterator[
     Args:
         store: of the run.
         staged: as for :func:`latest`.
+
+    Raises:
+        UnavailableError: code "stale-listing": the store lists as newest what is not there any more.
     """
-    start = latest(store, staged)
-    if start is not None:
-        yield from _line_from(store, start, staged)
+    start: CheckpointId | None = None
+    for _ in range(_LOOKS):
+        start = latest(store, staged)
+        if start is None:
+            return
+        line = _line_from(store, start, staged)
+        # Pruned since it was listed, or an old listing: then something newer is there, and what is left of
+        # this line is not what to resume from (nor is nothing).
+        if next(line, None) == start:
+            yield start
+            yield from line
+            return
+    raise UnavailableError(
+        "the store lists as the newest checkpoint one that is not there: its listing is old; try again",
+        code="stale-listing",
+        checkpoint=start,
+        url=store.url,
+    )
 
 
 def is_on_line(store: Store, ident: CheckpointId) -> bool:
@@ -290,6 +310,7 @@ def resolve(store: Store, text: str, staged: Collection[CheckpointId] = ()) -> C
     return found
 
 
+@read_again
 def read_manifest(store: Store, ident: CheckpointId) -> disk_pb2.Manifest:
     """Return the manifest of ``ident``.
 

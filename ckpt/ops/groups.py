@@ -19,6 +19,7 @@ from ckpt.format.manifest import (
     parse_group_index,
 )
 from ckpt.format.marks import MARKS_FROM, GroupMark, mark_key
+from ckpt.ops.reread import read_again
 from ckpt.ops.threads import map_in_threads
 from ckpt.storage.base import ObjectInfo, Store
 from ckpt_proto.v1 import disk_pb2
@@ -177,6 +178,7 @@ def list_groups(store: Store, ident: CheckpointId) -> GroupListing:
     return GroupListing(objects, counts.pop() if counts else None)
 
 
+@read_again
 def read_group_header(store: Store, key: str, *, nbytes: int | None = None) -> GroupIndex:
     """Read and check the header of the group index at ``key``, not its segment indexes.
 
@@ -221,6 +223,7 @@ def read_group_headers(store: Store, objects: Iterable[ObjectInfo]) -> list[Grou
     )
 
 
+@read_again
 def read_segment_index(store: Store, group: GroupIndex, rank: int) -> disk_pb2.SegmentIndex:
     """Read and check the segment index of ``rank``. One ranged request.
 
@@ -239,6 +242,7 @@ def read_segment_index(store: Store, group: GroupIndex, rank: int) -> disk_pb2.S
     return open_segment_index(store.get_range(group.key, start, summary.index_nbytes), summary, key=group.key)
 
 
+@read_again
 def read_segment_indexes(store: Store, group: GroupIndex) -> list[disk_pb2.SegmentIndex]:
     """Read and check every segment index of a group, ascending by rank. One ranged request.
 
@@ -265,6 +269,7 @@ def put_encoded_layout(store: Store, layout_digest: bytes, payload: bytes) -> No
     _put_once(store, layout_key(layout_digest), seal_message(Kind.LAYOUT_SET, payload))
 
 
+@read_again
 def read_layout(store: Store, layout_digest: bytes) -> LayoutSet:
     """Return the layout set of this digest.
 

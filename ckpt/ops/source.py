@@ -14,6 +14,7 @@ from ckpt.events import event, get_logger
 from ckpt.format.chunks import stored_chunk
 from ckpt.format.segment import chunk_range
 from ckpt.ops.checkpoint import Checkpoint
+from ckpt.ops.reread import read_again
 from ckpt.ops.stored import open_chunk
 from ckpt.ops.tiers import GIVEN_UP, REMOTE, Tier
 from ckpt.storage.scattered import copy_into
@@ -117,6 +118,7 @@ class SourceSegment:
             return False
         return True
 
+    @read_again
     def _from_store(self, number: int, stats: FetchStats) -> Buffer:
         index = self._checkpoint.segment_index(self.rank)
         place = stored_chunk(index, number)

@@ -30,12 +30,14 @@ from ckpt.errors import (
 from ckpt.storage.base import ObjectInfo
 from ckpt.storage.conditional import probe_create
 from ckpt.storage.parts import part_nbytes_for
-from ckpt.storage.s3_config import ClientLimits, S3Config, read_profile_keys, split_bucket_url
+from ckpt.storage.s3_config import ClientLimits, S3Config, split_bucket_url
+from ckpt.storage.s3_keys import read_profile_keys
 
 __all__ = ["ObstoreStore"]
 
 _PAGE = 1000
 _OS_ERROR = re.compile(r'message: "([^"]+)"')
+_DENIED = ("status code: 401", "status code: 403", "ExpiredToken", "credential_process", "AWS profile")
 _CREDENTIALS_LIFE = timedelta(minutes=5)
 _runtime_pid: int | None = None
 
@@ -259,8 +261,10 @@ def _open(url: str, rest: dict[str, str], client: dict[str, Any], retry: dict[st
 
 def _open_s3(bucket: str, options: dict[str, str], common: dict[str, Any]) -> S3Store:
     s3 = S3Config.resolve(bucket, options)
-    # Every chunk has its own digest, checked end to end; hashing the body again would only cost CPU.
+    # TLS guards the bytes on their way, and every chunk has its own digest, checked whenever it is read.
     config: dict[str, Any] = {"unsigned_payload": True, "region": s3.region, **s3.rest}
+    if s3.upload_checksum:
+        config["checksum_algorithm"] = "sha256"
     config["virtual_hosted_style_request"] = s3.virtual_hosted
     if s3.endpoint_url is not None:
         scheme, _, host = s3.endpoint_url.partition("://")
@@ -283,15 +287,14 @@ def _open_s3(bucket: str, options: dict[str, str], common: dict[str, Any]) -> S3
 
 
 def _profile_credentials() -> Any:
-    """The keys as the credentials file has them now; asked again every few minutes, so rotation is seen."""
+    """The keys as the profile has them now; asked again every few minutes, so that renewal is seen."""
     keys = read_profile_keys()
-    if keys is None:
-        raise UnavailableError("the AWS credentials file has no keys for the profile any more", code="denied")
+    soon = datetime.now(UTC) + _CREDENTIALS_LIFE
     return {
         "access_key_id": keys.access_key_id,
         "secret_access_key": keys.secret_access_key,
         "token": keys.session_token,
-        "expires_at": datetime.now(UTC) + _CREDENTIALS_LIFE,
+        "expires_at": min(soon, keys.expires_at or soon),
     }
 
 
@@ -336,8 +339,15 @@ def _translate(error: Exception, key: str, url: str) -> CkptError:
             url=url,
             reason=f"{reason}: {cause[1]}" if cause else reason,
         )
+    if "BadDigest" in text:
+        return UnavailableError(
+            "the service received other bytes than were sent: damaged on the way",
+            code="bad-digest",
+            key=key,
+            url=url,
+        )
     denied = isinstance(error, oberr.PermissionDeniedError | oberr.UnauthenticatedError) or any(
-        f"status code: {status}" in text for status in ("401", "403")
+        sign in text for sign in _DENIED
     )
     return UnavailableError(
         "access to the object store is denied" if denied else "the object store did not do it",

@@ -34,7 +34,7 @@ def open_store(url: str, options: Mapping[str, str] | None = None) -> Store:
         url: where; the path is taken as it stands, without percent-decoding.
         options: ``engine`` (``obstore`` or ``fsspec``) and settings of the engine, all text; for S3
             ``endpoint_url``, ``region``, ``access_key_id``, ``secret_access_key``, ``session_token``,
-            ``addressing_style``, ``timeout_s``, ``connect_timeout_s``, ``retries``.
+            ``addressing_style``, ``upload_checksum``, ``timeout_s``, ``connect_timeout_s``, ``retries``.
 
     Raises:
         InvalidInputError: not a URL of a known kind, an unknown option, a missing package.

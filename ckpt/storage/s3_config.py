@@ -2,25 +2,33 @@
 
 Precedence, first wins: options; the variables botocore reads (``AWS_ENDPOINT_URL_S3``,
 ``AWS_ENDPOINT_URL``, ``AWS_REGION``, ``AWS_DEFAULT_REGION``, ``AWS_ACCESS_KEY_ID`` ...);
-the profile ``AWS_PROFILE`` (else ``default``) of ``~/.aws/config`` and ``~/.aws/credentials``.
+the profile ``AWS_PROFILE`` (else ``default``) of ``~/.aws/config`` and ``~/.aws/credentials``
+(:mod:`ckpt.storage.s3_keys`).
 Where none of them has keys, the engine asks the cloud's own sources (web identity, container, instance).
 """
 
 from __future__ import annotations
 
-import configparser
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ckpt.errors import InvalidInputError
+from ckpt.storage.s3_keys import has_keys, read_profile
 
-__all__ = ["ClientLimits", "ProfileKeys", "S3Config", "read_profile_keys", "split_bucket_url"]
+__all__ = ["ClientLimits", "S3Config", "split_bucket_url"]
 
 _OURS = frozenset(
-    {"endpoint_url", "region", "access_key_id", "secret_access_key", "session_token", "addressing_style"}
+    {
+        "endpoint_url",
+        "region",
+        "access_key_id",
+        "secret_access_key",
+        "session_token",
+        "addressing_style",
+        "upload_checksum",
+    }
 )
 _CLOUD_SOURCES = (
     "AWS_WEB_IDENTITY_TOKEN_FILE",
@@ -58,15 +66,6 @@ class ClientLimits:
         return cls(**given)
 
 
-@dataclass(frozen=True, slots=True)
-class ProfileKeys:
-    """Keys as they stand in a credentials file now."""
-
-    access_key_id: str
-    secret_access_key: str = field(repr=False)
-    session_token: str | None = field(default=None, repr=False)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class S3Config:
     """Resolved settings.
@@ -75,9 +74,10 @@ class S3Config:
         endpoint_url: None: Amazon's own.
         region: ``us-east-1`` where nothing says otherwise.
         access_key_id, secret_access_key, session_token: from options or environment; None: not given there.
-        from_profile: keys are to be read from the credentials file, again and again, since a tool may
-            rotate them there during a long job.
+        from_profile: keys are to be had from the profile (:func:`ckpt.storage.s3_keys.read_profile_keys`),
+            again and again, since they may be renewed there during a long job.
         virtual_hosted: bucket in the host name instead of the path.
+        upload_checksum: send the SHA-256 of every body that is put, for the service to check.
         rest: options that are not ours, for the engine.
     """
 
@@ -88,6 +88,7 @@ class S3Config:
     session_token: str | None = field(repr=False)
     from_profile: bool
     virtual_hosted: bool
+    upload_checksum: bool
     rest: dict[str, str]
 
     @classmethod
@@ -95,7 +96,7 @@ class S3Config:
         cls, bucket: str, options: Mapping[str, str], environ: Mapping[str, str] = os.environ
     ) -> S3Config:
         """Resolve ``options`` over ``environ`` over the files. Raises InvalidInputError."""
-        profile = _profile(environ)
+        profile = read_profile(environ)
         endpoint = (
             options.get("endpoint_url")
             or environ.get("AWS_ENDPOINT_URL_S3")
@@ -115,6 +116,9 @@ class S3Config:
         )
         if bool(source["access_key_id"]) != bool(source["secret_access_key"]):
             raise InvalidInputError("an access key needs both its id and its secret", code="half-credentials")
+        checksum = options.get("upload_checksum", "none")
+        if checksum not in ("none", "sha256"):
+            raise InvalidInputError("upload_checksum is none or sha256", upload_checksum=checksum)
         return cls(
             endpoint_url=endpoint.rstrip("/") if endpoint else None,
             region=options.get("region")
@@ -125,8 +129,9 @@ class S3Config:
             **source,
             from_profile=not source["access_key_id"]
             and not any(name in environ for name in _CLOUD_SOURCES)
-            and read_profile_keys(environ) is not None,
+            and has_keys(profile),
             virtual_hosted=_virtual(options.get("addressing_style", "auto"), endpoint, bucket),
+            upload_checksum=checksum == "sha256",
             rest={name: value for name, value in options.items() if name not in _OURS},
         )
 
@@ -144,29 +149,3 @@ def split_bucket_url(url: str) -> tuple[str, str]:
     if not bucket:
         raise InvalidInputError("the URL names no bucket", url=url)
     return bucket, prefix.strip("/")
-
-
-def _read_section(path: Path, section: str) -> dict[str, str]:
-    parser = configparser.RawConfigParser()
-    try:
-        parser.read(path, encoding="utf-8")
-    except (configparser.Error, UnicodeDecodeError) as error:
-        raise InvalidInputError("cannot parse the AWS configuration file", path=path) from error
-    return dict(parser[section]) if parser.has_section(section) else {}
-
-
-def _profile(environ: Mapping[str, str]) -> dict[str, str]:
-    name = environ.get("AWS_PROFILE", "default")
-    config = Path(environ.get("AWS_CONFIG_FILE", "~/.aws/config")).expanduser()
-    shared = Path(environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")).expanduser()
-    section = "default" if name == "default" else f"profile {name}"
-    return _read_section(config, section) | _read_section(shared, name)
-
-
-def read_profile_keys(environ: Mapping[str, str] = os.environ) -> ProfileKeys | None:
-    """Return the static keys of the profile as the files have them now, or None."""
-    profile = _profile(environ)
-    key, secret = profile.get("aws_access_key_id"), profile.get("aws_secret_access_key")
-    if not key or not secret:
-        return None
-    return ProfileKeys(key, secret, profile.get("aws_session_token"))

@@ -63,6 +63,7 @@ class S3fsStore(FsspecStore):
                 **s3.rest,
             },
         )
+        self._checked = {"ChecksumAlgorithm": "SHA256"} if s3.upload_checksum else {}
         # botocore repeats requests, s3fs only what botocore cannot: a body that breaks off. The two multiply.
         filesystem.retries = 2
         super().__init__(url, filesystem=filesystem)
@@ -86,7 +87,14 @@ class S3fsStore(FsspecStore):
             return UnavailableError(
                 "the object store cannot be reached", code="unreachable", url=self._url, reason=str(error)
             )
-        if status in (401, 403):
+        if code == "BadDigest":
+            return UnavailableError(
+                "the service received other bytes than were sent: damaged on the way",
+                code="bad-digest",
+                key=key,
+                url=self._url,
+            )
+        if status in (401, 403) or code == "ExpiredToken":
             error = PermissionError(str(error))
         elif isinstance(error, FileNotFoundError) and status is not None:
             # s3fs makes "not found" of some other refusals; only the service's own 404 is absence.
@@ -94,11 +102,11 @@ class S3fsStore(FsspecStore):
         return super()._translate(error, key)
 
     def put(self, key: str, data: Buffer) -> None:
-        self._call("put_object", key, Key=self._full(key), Body=bytes(data))
+        self._call("put_object", key, Key=self._full(key), Body=bytes(data), **self._checked)
 
     def _create(self, key: str, data: Buffer) -> None:
         # Always one request: several servers ignore the condition when a multipart upload completes.
-        self._call("put_object", key, Key=self._full(key), Body=bytes(data), IfNoneMatch="*")
+        self._call("put_object", key, Key=self._full(key), Body=bytes(data), IfNoneMatch="*", **self._checked)
 
     def put_parts(
         self, key: str, pieces: Iterable[Buffer], *, most_nbytes: int, part_nbytes: int, concurrency: int
@@ -111,11 +119,12 @@ class S3fsStore(FsspecStore):
             self.put(key, first)
             return
         where = {"Key": self._full(key)}
-        where["UploadId"] = self._call("create_multipart_upload", key, **where)["UploadId"]
+        where["UploadId"] = self._call("create_multipart_upload", key, **where, **self._checked)["UploadId"]
 
         def send(number: int, body: bytes) -> dict[str, Any]:
-            answer = self._call("upload_part", key, PartNumber=number, Body=body, **where)
-            return {"PartNumber": number, "ETag": answer["ETag"]}
+            answer = self._call("upload_part", key, PartNumber=number, Body=body, **where, **self._checked)
+            kept = ("ETag", "ChecksumSHA256")
+            return {"PartNumber": number} | {name: answer[name] for name in kept if name in answer}
 
         try:
             parts: list[dict[str, Any]] = []

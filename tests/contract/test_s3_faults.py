@@ -154,6 +154,39 @@ def test_a_body_cut_short_is_noticed(
 
 
 @ENGINES
+def test_a_body_damaged_on_its_way_up_is_refused_where_checksums_are_sent(
+    s3_server: Ministack, proxy: FaultProxy, bucket: str, scheme: str
+) -> None:
+    options = s3_server.options | {
+        "endpoint_url": proxy.endpoint,
+        "retries": "1",
+        "upload_checksum": "sha256",
+    }
+    store = open_store(f"{scheme}://{bucket}/root/run", options)
+    assert store.probe_conditional()
+    data = bytes(range(256)) * 4096 * 11
+    calls: dict[str, Callable[[], object]] = {
+        "put": lambda: store.put("k", data),
+        "put_new": lambda: store.put_new("k", data),
+        "parts": lambda: store.put_parts(
+            "k", [data], most_nbytes=len(data), part_nbytes=5 * MIB, concurrency=2
+        ),
+    }
+    for name, call in calls.items():
+        proxy.fault = lambda method, _path: "damage" if method == "PUT" else None
+        with pytest.raises(UnavailableError) as caught:
+            call()
+        assert caught.value.code == "bad-digest", name
+        with pytest.raises(NotFoundError):
+            store.head("k")
+        proxy.fault = lambda _method, _path: None
+        call()
+        assert store.get("k") == data, name
+        store.delete(["k"])
+    store.close()
+
+
+@ENGINES
 def test_a_failed_upload_leaves_no_object(
     s3_server: Ministack, proxy: FaultProxy, bucket: str, scheme: str
 ) -> None:

@@ -13,7 +13,7 @@ import random
 import shutil
 import signal
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,6 @@ import pytest
 from tests.support.boundaries import EXEMPT, OPERATIONS, OUTSIDE, Site, found
 from tests.support.dying import Death, lead
 from tests.support.lifecycle import Life, check, check_clean
-from tests.support.reliability import Recorder
 
 SEED = int(os.environ.get("CKPT_SEED") or random.SystemRandom().randrange(10**6))
 MEMORY = Path("/dev/shm")
@@ -76,11 +75,18 @@ def test_every_listed_boundary_is_reached(census: dict[str, list[int]]) -> None:
     assert LABELS.keys() - census.keys() == set()
 
 
+@pytest.mark.fault(
+    "Death of a process",
+    "killed in: {operation}",
+    "SIGKILL right before each call of the code that changes a file or the store",
+    "whole, nothing older than promised; the next life saves, and leaves no debris",
+)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_death_at_every_boundary(
-    operation: str, root: Path, sites: list[Site], census: dict[str, list[int]], record_fault: Recorder
+    operation: str, root: Path, sites: list[Site], census: dict[str, list[int]], tried: Callable[[int], None]
 ) -> None:
     """Cases I01, I04."""
+    tried(len(OPERATIONS[operation]))
     dice = random.Random(f"{SEED}/{operation}")
     for label in OPERATIONS[operation]:
         at = dice.choice(census[label])
@@ -94,10 +100,3 @@ def test_death_at_every_boundary(
         check(root, again.promised)
         check_clean(root)
         shutil.rmtree(root)
-    record_fault(
-        "Death of a process",
-        f"killed in: {operation}",
-        "SIGKILL right before each call of the code that changes a file or the store",
-        "whole, nothing older than promised; the next life saves, and leaves no debris",
-        times=len(OPERATIONS[operation]),
-    )

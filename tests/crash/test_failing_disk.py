@@ -20,7 +20,6 @@ from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import flusher_pb2
 from tests.crash.test_flusher import check_sealed
 from tests.support.flushing import Watched
-from tests.support.reliability import Recorder
 from tests.support.snapshots import RUN_URL, make_snapshot
 
 State = flusher_pb2.FlusherEvent
@@ -57,6 +56,12 @@ def injected(pid: int, call: str, what: str) -> Iterator[None]:
             tracer.communicate()
 
 
+@pytest.mark.fault(
+    "Disk",
+    "{errno} from {call}",
+    "strace -e inject on a running flusher",
+    "the save fails and names file and errno; the step before it stays; the next save is sealed",
+)
 @pytest.mark.parametrize(
     ("call", "errno", "code"),
     [
@@ -70,7 +75,7 @@ def injected(pid: int, call: str, what: str) -> Iterator[None]:
     ],
 )
 def test_refusal_is_named_and_harms_nothing(
-    staging: StagingDir, watched: Watched, record_fault: Recorder, call: str, errno: str, code: str
+    staging: StagingDir, watched: Watched, call: str, errno: str, code: str
 ) -> None:
     """Case I125."""
     good = make_snapshot(step=1, rows=10)
@@ -90,17 +95,11 @@ def test_refusal_is_named_and_harms_nothing(
     after = make_snapshot(step=3, rows=10)
     assert watched.seal(after, 3).state == State.STATE_SEALED
     check_sealed(staging, after)
-    record_fault(
-        "Disk",
-        f"{errno} from {call}",
-        "strace -e inject on a running flusher",
-        "the save fails and names file and errno; the step before it stays; the next save is sealed",
-    )
 
 
-def test_slow_disk_only_takes_longer(staging: StagingDir, watched: Watched, record_fault: Recorder) -> None:
+@pytest.mark.fault("Disk", "slow: 0.1 s per sync", "strace -e inject on a running flusher", "sealed, later")
+def test_slow_disk_only_takes_longer(staging: StagingDir, watched: Watched) -> None:
     snapshot = make_snapshot(step=1, rows=10)
     with injected(watched.process.pid, "fsync,fdatasync", "delay_enter=100000"):
         assert watched.seal(snapshot, 1).state == State.STATE_SEALED
     check_sealed(staging, snapshot)
-    record_fault("Disk", "slow: 0.1 s per sync", "strace -e inject on a running flusher", "sealed, later")

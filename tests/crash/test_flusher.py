@@ -72,6 +72,12 @@ def start_trainer(staging: StagingDir, fate: str, rows: int = 9000) -> subproces
     )
 
 
+@pytest.mark.fault(
+    "Death of a process",
+    "trainer right after the copy: {fate}",
+    "SIGKILL; flusher in a session of its own",
+    "the snapshot is sealed, byte for byte",
+)
 @pytest.mark.parametrize("fate", ["kill", "killpg", "forked", "unread"])
 def test_snapshot_is_sealed_though_trainer_is_killed(staging: StagingDir, fate: str) -> None:
     trainer = start_trainer(staging, fate)
@@ -148,6 +154,12 @@ def test_flusher_never_loads_torch_or_numpy(watched: Watched) -> None:
     assert "numpy" not in maps
 
 
+@pytest.mark.fault(
+    "Disk",
+    "a file may not grow any more (EFBIG)",
+    "RLIMIT_FSIZE of a running flusher",
+    "the save fails with code no-space and leaves nothing; the next one is sealed",
+)
 def test_too_large_segment_fails_leaves_nothing_and_the_next_is_sealed(staging: StagingDir) -> None:
     watched = Watched(staging, RUN_KEY)
     try:
@@ -165,6 +177,12 @@ def test_too_large_segment_fails_leaves_nothing_and_the_next_is_sealed(staging: 
         stop(watched.process.pid)
 
 
+@pytest.mark.fault(
+    "Disk",
+    "full while a segment is written",
+    "a tmpfs of 16 MiB",
+    "the save fails with code no-space and leaves nothing; the next one is sealed",
+)
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 def test_full_disk_fails_leaves_nothing_and_the_next_is_sealed(tmp_path: Path) -> None:
     """Case I125."""
@@ -187,6 +205,12 @@ def test_full_disk_fails_leaves_nothing_and_the_next_is_sealed(tmp_path: Path) -
         subprocess.run(["umount", folder], check=True)
 
 
+@pytest.mark.fault(
+    "Death of a process",
+    "flusher while it writes a segment",
+    "SIGKILL",
+    "nothing is sealed, the trainer is told; a new flusher seals",
+)
 def test_killed_flusher_is_reported_seals_nothing_and_can_be_replaced(staging: StagingDir) -> None:
     first = Watched(staging, RUN_KEY)
     snapshot = make_snapshot(step=5, rows=20_000)

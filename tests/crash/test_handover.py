@@ -82,6 +82,12 @@ def test_snapshot_sealed_before_the_server_is_up_is_committed_and_close_waits_fo
     assert watched.deaths.empty()
 
 
+@pytest.mark.fault(
+    "Death of a process",
+    "server while a trainer waits for outcomes",
+    "SIGKILL",
+    "replaced; every outcome arrives",
+)
 def test_outcomes_arrive_although_the_server_is_killed_and_replaced(run: Run) -> None:
     """Case I123."""
     with flushing(run, run.staging) as watched:
@@ -110,6 +116,12 @@ def test_server_that_cannot_see_the_directory_gets_the_bytes(run: Run, tmp_path:
         )
 
 
+@pytest.mark.fault(
+    "Death of a process",
+    "server that gets the bytes by gRPC, in mid-stream",
+    "SIGKILL",
+    "goes on where it was; committed",
+)
 def test_bytes_go_on_where_a_killed_server_left_off(run: Run, tmp_path: Path) -> None:
     """Cases I122, I123."""
     elsewhere = StagingDir(tmp_path / "elsewhere").ensure()

@@ -12,7 +12,7 @@ import os
 import random
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,6 @@ from ckpt.format.ids import CheckpointId
 from tests.support.dying import lead
 from tests.support.lifecycle import Life, check, check_clean
 from tests.support.powercut import Disk, State, record, states
-from tests.support.reliability import Recorder
 
 SEED = int(os.environ.get("CKPT_SEED") or random.SystemRandom().randrange(10**6))
 SAMPLE = int(os.environ.get("CKPT_POWER_CUTS", "250"))
@@ -45,9 +44,15 @@ def promised(state: State) -> dict[str, set[CheckpointId]]:
     return found
 
 
+@pytest.mark.fault(
+    "Power cut",
+    "un-synced data and names lost in any combination, at any instant of a run's life",
+    "strace of seal, replicate, upload, commit, prune and sweep; states of the disk replayed",
+    "no sealed marker without its bytes, no manifest without its objects, every promise kept",
+)
 @pytest.mark.skipif(shutil.which("strace") is None, reason="power cuts: strace cannot be had here")
 def test_whatever_a_power_cut_leaves_is_consistent(
-    root: Path, tmp_path: Path, record_fault: Recorder
+    root: Path, tmp_path: Path, tried: Callable[[int], None]
 ) -> None:
     """Case I05."""
     print(f"CKPT_SEED={SEED}")
@@ -61,6 +66,7 @@ def test_whatever_a_power_cut_leaves_is_consistent(
     assert end in [dict(state.tree) for state in found], "the model does not follow the file system"
     assert len(found[-1].said) == 12  # four steps: sealed, replicated, committed
     chosen = dice.sample(found, SAMPLE) if 0 < SAMPLE < len(found) else found
+    tried(len(chosen))
     for number, state in enumerate(chosen):
         state.write(root)
         check(root, promised(state))
@@ -69,13 +75,6 @@ def test_whatever_a_power_cut_leaves_is_consistent(
             assert again.status == 0
             check(root, again.promised)
             check_clean(root)
-    record_fault(
-        "Power cut",
-        "un-synced data and names lost in any combination, at any instant of a run's life",
-        "strace of seal, replicate, upload, commit, prune and sweep; states of the disk replayed",
-        "no sealed marker without its bytes, no manifest without its objects, every promise kept",
-        times=len(chosen),
-    )
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="power cuts: strace cannot be had here")

@@ -28,6 +28,12 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
         yield running
 
 
+@pytest.mark.fault(
+    "Death of a process",
+    "trainer, flusher, server or store at any instant ({on_s3})",
+    "SIGKILL of one or several at random instants",
+    "every restore right bit by bit and never older than the last commit; every listed checkpoint whole",
+)
 @pytest.mark.slow
 @pytest.mark.timeout(400)  # about 25 s on two idle cores
 @pytest.mark.parametrize("on_s3", [False, True], ids=["directory", "s3-killed-too"])

@@ -66,6 +66,12 @@ def check_replica(nodes: Cluster) -> None:
     assert theirs.read_index_bytes(*args) == own.read_index_bytes(*args)
 
 
+@pytest.mark.fault(
+    "Nodes and network",
+    "owner's server in mid-replication",
+    "SIGKILL",
+    "the replica is completed, byte for byte; what had arrived is not sent again",
+)
 def test_owner_killed_in_mid_stream_goes_on_where_it_was(two: Cluster) -> None:
     begin(two)
     two.servers[0].kill()
@@ -76,6 +82,12 @@ def test_owner_killed_in_mid_stream_goes_on_where_it_was(two: Cluster) -> None:
     assert sent_bytes(two.servers[0]) <= segment_nbytes(two) - CHUNK_NBYTES
 
 
+@pytest.mark.fault(
+    "Nodes and network",
+    "holder's server in mid-replication",
+    "SIGKILL",
+    "the replica is completed, byte for byte; what had arrived is not sent again",
+)
 def test_holder_killed_in_mid_stream_keeps_what_had_arrived(two: Cluster) -> None:
     begin(two)
     target = two.peers()[1].target
@@ -139,6 +151,12 @@ def die_after_seal(rank: int, world: int, root: Path) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
+@pytest.mark.fault(
+    "Nodes and network",
+    "whole job, then the servers",
+    "SIGKILL of the process groups, then of the servers",
+    "uploading, replicating and serving go on; committed",
+)
 def test_servers_outlive_the_job_and_their_own_restart(tmp_path: Path) -> None:
     """Uploading, replicating and serving go on after SIGKILL of the job, and after that of a server."""
     (tmp_path / "store").mkdir()

@@ -67,6 +67,12 @@ class Gate:
         self._open.set()
 
 
+@pytest.mark.fault(
+    "Death of a process",
+    "server in mid-upload of the fourth of eight segments",
+    "SIGKILL, S3 behind a proxy",
+    "committed, whole; complete objects are not sent again",
+)
 def test_kill_in_mid_upload_sends_nothing_twice_that_was_complete(
     tmp_path: Path, s3_server: Ministack, proxy: FaultProxy
 ) -> None:
@@ -110,6 +116,12 @@ def check_whole(url: str, s3_server: Ministack | None, world: World) -> None:
     store.close()
 
 
+@pytest.mark.fault(
+    "Death of a process",
+    "server between an object's last byte and its note",
+    "SIGKILL; note and manifest removed",
+    "committed, whole; nothing sent again",
+)
 def test_object_complete_but_its_note_lost_is_not_sent_again(tmp_path: Path) -> None:
     """Case I99."""
     (tmp_path / "store").mkdir()
@@ -137,6 +149,7 @@ def test_object_complete_but_its_note_lost_is_not_sent_again(tmp_path: Path) -> 
     check_whole(url, None, world)
 
 
+@pytest.mark.fault("Death of a process", "server at a random instant", "SIGKILL", "committed, whole")
 @pytest.mark.parametrize("seed", range(6))
 def test_kill_at_a_random_instant_loses_nothing(tmp_path: Path, seed: int) -> None:
     """Case I123."""
@@ -170,6 +183,12 @@ def count_files(root: Path) -> int:
         return 0
 
 
+@pytest.mark.fault(
+    "Store",
+    "away, then back",
+    "the store's place taken by a file",
+    "status and log say so; then committed, whole",
+)
 def test_store_outage_is_waited_out_and_visible_meanwhile(tmp_path: Path) -> None:
     """Case I60."""
     world = make_world()
@@ -197,6 +216,12 @@ def test_store_outage_is_waited_out_and_visible_meanwhile(tmp_path: Path) -> Non
         store.kill()
 
 
+@pytest.mark.fault(
+    "Store",
+    "hangs while the server is told to stop",
+    "proxy that does not answer",
+    "ends within the grace time; the next one commits",
+)
 def test_term_with_a_store_that_hangs_ends_within_the_grace(
     tmp_path: Path, s3_server: Ministack, proxy: FaultProxy
 ) -> None:
@@ -238,6 +263,12 @@ def test_term_finishes_the_object_on_its_way(tmp_path: Path, s3_server: Ministac
         assert server.staging.read_uploaded(run_key, ID, 0) is not None
 
 
+@pytest.mark.fault(
+    "Hangs and stops",
+    "server stopped",
+    "SIGSTOP",
+    "training goes on; the reason is shown; committed once it goes on",
+)
 def test_hanging_server_blocks_nobody_and_hides_nothing(tmp_path: Path) -> None:
     """I62: the server stopped dead; what was sealed is all there when it goes on."""
     (tmp_path / "store").mkdir()

@@ -50,6 +50,12 @@ def test_reader_of_a_retired_step_goes_on_seeing_it(staging: StagingDir, watched
     assert kept[:] == old.image
 
 
+@pytest.mark.fault(
+    "Death of a process",
+    "flusher while it overwrites a spare segment",
+    "SIGKILL",
+    "neither step is taken for sealed; nothing is left",
+)
 def test_flusher_killed_while_it_overwrites_leaves_neither_step_sealed_and_no_spare(
     staging: StagingDir,
 ) -> None:

@@ -43,6 +43,12 @@ def reason(root: Path) -> dict[str, object]:
     return found
 
 
+@pytest.mark.fault(
+    "Hangs and stops",
+    "signal {number} to a training process",
+    "kill",
+    "saves, commits, leaves with 75; the restart resumes there",
+)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_signal_in_training_saves_and_leaves_with_75(zygote: Zygote, root: Path, number: int) -> None:
     """Case I59."""
@@ -58,6 +64,12 @@ def test_signal_in_training_saves_and_leaves_with_75(zygote: Zygote, root: Path,
     assert second.wait_for("restored")["step"] == found["step"]
 
 
+@pytest.mark.fault(
+    "Hangs and stops",
+    "asked to stop while no hook is called",
+    "SIGTERM",
+    "ends with the grace time and says what was achieved",
+)
 def test_training_thread_that_never_comes_ends_with_the_grace_time(zygote: Zygote, root: Path) -> None:
     """I61: a long phase that calls no hook. All of its steps are saved, so that nothing is lost: 75."""
     life = live(zygote, root, last_step=2, environment={"CKPT_STOP_GRACE_S": "1.5"})
@@ -72,6 +84,12 @@ def test_training_thread_that_never_comes_ends_with_the_grace_time(zygote: Zygot
     assert "training thread did not come" in str(found["message"])
 
 
+@pytest.mark.fault(
+    "Hangs and stops",
+    "asked to stop while the flusher hangs",
+    "SIGTERM, SIGSTOP of the flusher",
+    "ends with the grace time: 76",
+)
 def test_nothing_sealed_in_the_grace_time_is_76(zygote: Zygote, root: Path) -> None:
     life = live(zygote, root, last_step=2, freezes_flusher_at=2, environment={"CKPT_STOP_GRACE_S": "1.5"})
     life.wait_for("idle")
@@ -84,6 +102,12 @@ def test_nothing_sealed_in_the_grace_time_is_76(zygote: Zygote, root: Path) -> N
         os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.fault(
+    "Hangs and stops",
+    "crash loop without a save",
+    "SIGKILL after each restore",
+    "the launcher is told to stop: 93",
+)
 def test_run_that_starts_again_and_again_without_saving_is_told_not_to_restart(
     zygote: Zygote, root: Path
 ) -> None:

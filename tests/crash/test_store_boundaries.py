@@ -92,6 +92,12 @@ def changes_of_a_life() -> int:
     return store.changes
 
 
+@pytest.mark.fault(
+    "Death of a process",
+    "committer or pruner at each request that changes the store (took effect: {takes_effect})",
+    "an exception that nothing may catch",
+    "latest whole and not older than the last commit; the next start finishes, and leaves no debris",
+)
 @pytest.mark.parametrize("takes_effect", [False, True])
 def test_death_at_every_change_of_the_store(takes_effect: bool) -> None:
     """Case I01."""

@@ -91,6 +91,9 @@ def resume_flushers(run: Run) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.fault(
+    "Death of a process", "trainer right after the copy, {mode} mode", "SIGKILL", "committed all the same"
+)
 @pytest.mark.parametrize("mode", ["blocking", "overlapped"])
 def test_trainer_killed_after_the_copy_leaves_a_committed_checkpoint(run: Run, mode: str) -> None:
     """Case I59."""
@@ -115,6 +118,12 @@ def test_large_snapshot_is_finished_by_the_flusher_alone(run: Run) -> None:
     assert run.restored_step(nbytes=LARGE) == 2
 
 
+@pytest.mark.fault(
+    "Death of a process",
+    "trainer; restarted while its flusher still writes",
+    "SIGKILL",
+    "the restart resumes from what the dead one had copied",
+)
 def test_restart_at_once_waits_for_the_flusher_of_the_dead_trainer(run: Run) -> None:
     """Nothing is sealed when the trainer dies, and nobody waits before the next one starts."""
     life = run.live(last_step=2, dies_after_copy_of=2, nbytes=LARGE)
@@ -140,6 +149,9 @@ def test_restart_goes_on_from_what_the_dead_trainer_has_sealed(run: Run) -> None
     assert run.restored_step() == 3
 
 
+@pytest.mark.fault(
+    "Death of a process", "trainer and flusher together", "SIGKILL", "the checkpoint before it is restored"
+)
 def test_trainer_and_flusher_killed_leave_the_checkpoint_before(run: Run) -> None:
     """Case I04."""
     life = run.live(last_step=3, freezes_flusher_at=3)
@@ -156,6 +168,12 @@ def test_trainer_and_flusher_killed_leave_the_checkpoint_before(run: Run) -> Non
     third.wait_for("committed", step=4)
 
 
+@pytest.mark.fault(
+    "Death of a process",
+    "flusher under a living trainer",
+    "SIGKILL",
+    "one save fails, by name; the next one is committed",
+)
 def test_flusher_killed_under_a_living_trainer_costs_one_save(run: Run) -> None:
     life = run.live(last_step=3, freezes_flusher_at=3)
     life.wait_for("saved", step=3)
@@ -173,6 +191,12 @@ def _the_only_server(run: Run) -> list[int]:
     return servers if len(servers) == 1 else []
 
 
+@pytest.mark.fault(
+    "Death of a process",
+    "the launcher's signal {number} to the trainer's whole process group",
+    "kill of the group",
+    "what was copied is committed",
+)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_to_the_whole_group_of_the_trainer_loses_nothing(run: Run, number: int) -> None:
     """Case I59."""
@@ -222,6 +246,12 @@ class Gate:
         self._open.set()
 
 
+@pytest.mark.fault(
+    "Death of a process",
+    "embedded server in mid-upload",
+    "SIGKILL, S3 behind a proxy",
+    "replaced by itself; committed; nothing that was complete is sent twice",
+)
 def test_server_killed_in_mid_upload_is_replaced_and_sends_nothing_twice(
     run: Run, s3_server: Ministack
 ) -> None:

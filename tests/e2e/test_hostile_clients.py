@@ -79,6 +79,13 @@ def is_served(server: Server) -> None:
             assert client.status().steps
 
 
+@pytest.mark.fault(
+    "Hostile clients",
+    "700 connections that say nothing",
+    "TCP",
+    "others are served; descriptors are given back",
+    times=700,
+)
 def test_silent_connections(server: Server) -> None:
     meter = Meter(server)
     before = meter.descriptors
@@ -97,6 +104,13 @@ def test_silent_connections(server: Server) -> None:
     eventually(lambda: meter.descriptors < before + 20, what="descriptors are given back")
 
 
+@pytest.mark.fault(
+    "Hostile clients",
+    "1000 streams that stop sending",
+    "gRPC",
+    "cut off; others are served; memory and threads bounded",
+    times=1000,
+)
 def test_a_thousand_streams_that_send_nothing_more(server: Server, url: str) -> None:
     meter = Meter(server)
     key = keys.run_key(url)
@@ -131,6 +145,13 @@ def held(stop: threading.Event, make: Callable[[], Iterator[bytes]]) -> Iterator
     stop.wait(60)
 
 
+@pytest.mark.fault(
+    "Hostile clients",
+    "64 MiB asked for 40 times and never read",
+    "gRPC",
+    "cut off; others are served; memory bounded",
+    times=40,
+)
 def test_streams_that_are_never_read(server: Server, url: str) -> None:
     """64 MiB asked for 40 times, and not one byte taken."""
     meter = Meter(server)
@@ -153,6 +174,9 @@ def test_streams_that_are_never_read(server: Server, url: str) -> None:
     is_served(server)
 
 
+@pytest.mark.fault(
+    "Hostile clients", "streams of wrong, doubled or endless chunks", "gRPC", "refused by name"
+)
 @pytest.mark.parametrize(
     ("chunks", "frames"),
     [
@@ -192,6 +216,12 @@ def offer(server: Server, place: Path, url: str) -> None:
         )
 
 
+@pytest.mark.fault(
+    "Hostile clients",
+    "more uploads at once than are allowed",
+    "gRPC",
+    "one too many is told that the server is busy; others are served",
+)
 def test_uploads_at_once_are_bounded(server: Server, place: Path, url: str) -> None:
     """Each may hold a chunk in memory: one too many is told so, and comes again."""
     offer(server, place, url)
@@ -217,6 +247,7 @@ def test_uploads_at_once_are_bounded(server: Server, place: Path, url: str) -> N
             call.cancel()
 
 
+@pytest.mark.fault("Hostile clients", "requests larger than any needed", "gRPC", "refused; memory bounded")
 def test_requests_larger_than_any_that_is_needed(server: Server) -> None:
     meter = Meter(server)
     rss = meter.rss_mib

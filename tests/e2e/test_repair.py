@@ -60,6 +60,12 @@ def is_good(good: dict[Path, bytes]) -> bool:
     return all(path.is_file() and path.read_bytes() == data for path, data in good.items())
 
 
+@pytest.mark.fault(
+    "Damage",
+    "objects gone, cut and changed, layout empty",
+    "files of the store",
+    "`ckpt repair` puts all of them again from this node's copies",
+)
 def test_I124_repair_from_this_nodes_copies(cli: Cli, url: str, built: Built) -> None:
     copies(StagingDir(cli.env["CKPT_STAGING"]), url, built)
     assert "nothing to repair" in cli.run("repair", url).stdout
@@ -89,6 +95,12 @@ def test_repair_without_a_copy_says_what_is_left(cli: Cli, url: str, built: Buil
     cli.run("repair", url + "-wrong", code=NOT_FOUND)
 
 
+@pytest.mark.fault(
+    "Damage",
+    "objects gone, cut and changed, layout empty; copies on another node only",
+    "files of the store",
+    "`ckpt repair --peer` puts all of them again",
+)
 def test_I124_repair_from_a_peer_directly_and_through_a_server(
     cli: Cli, url: str, built: Built, tmp_path: Path
 ) -> None:

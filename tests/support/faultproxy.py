@@ -3,10 +3,12 @@
 It stands between a client and a test server. A fault is a function of (method, path) that returns what to do:
 
 - ``None``: pass on;
-- a status such as 503: answer that, without asking the server;
+- a status such as 503: answer that, without asking the server; (400, "ExpiredToken") with this code;
 - ``"reset"``: drop the connection, without asking the server;
 - ``"lose-reply"``: let the server do it, then drop the connection;
-- ``"truncate"``: announce the whole body, send half of it, drop the connection.
+- ``"truncate"``: announce the whole body, send half of it, drop the connection;
+- ``"damage"``: flip a bit of the body on its way, up (PUT, POST) or down;
+- ``"stale"``: to a listing what was answered the first time that it was asked for.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ from typing import Any, BinaryIO
 
 __all__ = ["Fault", "FaultProxy"]
 
-Fault = Callable[[str, str], "int | str | None"]
+Fault = Callable[[str, str], "int | tuple[int, str] | str | None"]
+
+Answer = tuple[int, list[tuple[str, str]], bytes]
+"""Status, headers, body."""
 
 _PIECE_NBYTES = 1 << 16
 _HOP = frozenset({"connection", "transfer-encoding", "keep-alive"})
@@ -39,7 +44,8 @@ class FaultProxy:
         sent: (path, bytes of the body) of each answer to a GET.
         fault: what to do with the next ones.
         received_nbytes: of bodies, in all.
-        rate: bytes per second that bodies come in at, all connections together; None: as fast as they can.
+        rate: bytes per second of bodies, either way, all connections together; None: as fast as they can.
+        session_token: the only one that is good; others have expired. None: any.
     """
 
     def __init__(self, upstream_port: int) -> None:
@@ -48,6 +54,8 @@ class FaultProxy:
         self.fault: Fault = lambda _method, _path: None
         self.received_nbytes = 0
         self.rate: float | None = None
+        self.session_token: str | None = None
+        self.first_answers: dict[str, Answer] = {}
         self._line = threading.Lock()
         proxy = self
 
@@ -67,15 +75,26 @@ class FaultProxy:
         parts = []
         while nbytes:
             part = body.read(min(nbytes, _PIECE_NBYTES))
+            self._pass(len(part))
             with self._line:
                 self.received_nbytes += len(part)
-                if self.rate is not None:
-                    time.sleep(len(part) / self.rate)
             if not part:
                 break
             parts.append(part)
             nbytes -= len(part)
         return b"".join(parts)
+
+    def give(self, body: BinaryIO, data: bytes) -> None:
+        """Write an answer's body, at the rate of the link."""
+        for start in range(0, len(data), _PIECE_NBYTES):
+            part = data[start : start + _PIECE_NBYTES]
+            self._pass(len(part))
+            body.write(part)
+
+    def _pass(self, nbytes: int) -> None:
+        with self._line:
+            if self.rate is not None:
+                time.sleep(nbytes / self.rate)
 
     def __enter__(self) -> FaultProxy:
         self._thread.start()
@@ -106,14 +125,39 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.owner.take(self.rfile, int(self.headers.get("Content-Length") or 0))
         self.owner.requests.append((self.command, self.path))
         what = self.owner.fault(self.command, self.path)
+        wanted = self.owner.session_token
+        if wanted is not None and self.headers.get("x-amz-security-token") != wanted:
+            what = (400, "ExpiredToken")
         if what == "reset":
             self.close_connection = True
         elif isinstance(what, int):
-            self._answer(what, [("Content-Type", "application/xml")], b"<Error><Code>Fault</Code></Error>")
+            self._refuse(what, "Fault")
+        elif isinstance(what, tuple):
+            self._refuse(*what)
         else:
             self._pass_on(body, what)
 
+    def _refuse(self, status: int, code: str) -> None:
+        content = f"<Error><Code>{code}</Code><Message>the proxy says so</Message></Error>".encode()
+        self._answer(status, [("Content-Type", "application/xml")], content)
+
     def _pass_on(self, body: bytes, what: str | None) -> None:
+        upwards = self.command in ("PUT", "POST")
+        answer = self._ask(_flipped(body) if what == "damage" and upwards else body)
+        if "list-type=" in self.path:
+            first = self.owner.first_answers.setdefault(self.path, answer)
+            answer = first if what == "stale" else answer
+        status, headers, content = answer
+        if what == "damage" and not upwards:
+            content = _flipped(content)
+        if self.command == "GET":
+            self.owner.sent.append((self.path, len(content)))
+        if what == "lose-reply":
+            self.close_connection = True
+            return
+        self._answer(status, headers, content, half=what == "truncate")
+
+    def _ask(self, body: bytes) -> Answer:
         upstream = http.client.HTTPConnection("127.0.0.1", self.upstream, timeout=60)
         try:
             upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
@@ -126,12 +170,7 @@ class _Handler(BaseHTTPRequestHandler):
             headers = [(name, value) for name, value in answer.getheaders() if name.lower() not in _HOP]
         finally:
             upstream.close()
-        if self.command == "GET":
-            self.owner.sent.append((self.path, len(content)))
-        if what == "lose-reply":
-            self.close_connection = True
-            return
-        self._answer(answer.status, headers, content, half=what == "truncate")
+        return answer.status, headers, content
 
     def _answer(
         self, status: int, headers: list[tuple[str, str]], content: bytes, *, half: bool = False
@@ -144,10 +183,16 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(content[: len(content) // 2] if half else content)
+            self.owner.give(self.wfile, content[: len(content) // 2] if half else content)
         self.close_connection = self.close_connection or half
 
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _serve
 
     def log_message(self, format: str, *args: Any) -> None:
         """Say nothing."""
+
+
+def _flipped(data: bytes) -> bytes:
+    """``data`` with one bit of the byte in the middle the other way; of nothing, nothing."""
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :] if data else data

@@ -152,10 +152,19 @@ def _until(statuses: Iterator[staging_pb2.StepStatus]) -> Iterator[staging_pb2.S
         return
 
 
-def save(server: Server, url: str, world: World, ident: CheckpointId, **retain: int) -> str:
+def save(
+    server: Server,
+    url: str,
+    world: World,
+    ident: CheckpointId,
+    *,
+    store_options: Mapping[str, str] | None = None,
+    **retain: int,
+) -> str:
     """Register, seal every rank, tell the server; returns the run key."""
     with server.client() as client:
-        run_key = client.register(url, staging=server.staging, store_options={}, **retain).run_key
+        options = store_options or {}
+        run_key = client.register(url, staging=server.staging, store_options=options, **retain).run_key
         for rank in range(world.size):
             seal(server.staging, run_key, ident, world, rank)
             client.seal(run_key, ident, rank)

@@ -131,6 +131,12 @@ def named(problems: list[CorruptError]) -> set[object]:
     return {p.context.get("key") or p.context.get("where") for p in problems}
 
 
+@pytest.mark.fault(
+    "Damage",
+    "in the store: {kind}",
+    "{damage}",
+    "found by `verify --deep`, named, mended by `ckpt repair` byte for byte",
+)
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_I124_damage_in_the_store_is_found_named_and_mended(run: Run, kind: str, damage: str) -> None:
@@ -163,6 +169,12 @@ def test_I124_damage_in_the_store_is_found_named_and_mended(run: Run, kind: str,
     assert run.repair(ident).mended == []
 
 
+@pytest.mark.fault(
+    "Damage",
+    "in the store: two objects of one checkpoint swapped",
+    "objects put under each other's key",
+    "found, mended",
+)
 def test_I124_two_objects_of_one_checkpoint_swapped(run: Run) -> None:
     for ident, kind in ((OLD, "segment"), (NEW, "pack")):
         before = run.content()
@@ -174,6 +186,12 @@ def test_I124_two_objects_of_one_checkpoint_swapped(run: Run) -> None:
         assert run.content() == before
 
 
+@pytest.mark.fault(
+    "Damage",
+    "in the store: objects of another step",
+    "objects put under another step's keys",
+    "found, mended",
+)
 def test_I124_objects_of_another_step(run: Run) -> None:
     for kind in ("segment", "group index"):
         before = run.content()
@@ -184,6 +202,12 @@ def test_I124_objects_of_another_step(run: Run) -> None:
         assert run.content() == before
 
 
+@pytest.mark.fault(
+    "Damage",
+    "in the store, no copy left: {kind}",
+    "object damaged, copies removed",
+    "named; repair changes nothing",
+)
 @pytest.mark.parametrize("kind", ["segment", "pack", "group index", "layout"])
 def test_without_a_copy_nothing_is_put_and_what_is_left_is_named(run: Run, kind: str) -> None:
     ident = OLD if kind == "segment" else NEW
@@ -220,6 +244,12 @@ def test_replicas_mend_the_store(run: Run) -> None:
     assert run.content() == before
 
 
+@pytest.mark.fault(
+    "Damage",
+    "in the store and in the copy, at different places",
+    "bits flipped in both",
+    "mended chunk by chunk",
+)
 def test_damage_in_store_and_copy_at_different_places_is_mended(run: Run) -> None:
     """No tier has a whole segment any more; together they have every chunk."""
     before = run.content()
@@ -233,6 +263,12 @@ def test_damage_in_store_and_copy_at_different_places_is_mended(run: Run) -> Non
     assert path.read_bytes() == before[key]
 
 
+@pytest.mark.fault(
+    "Damage",
+    "on a node: {kind} of the {tier} copy",
+    "{damage}",
+    "found, replaced from the store byte for byte",
+)
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("tier", ["local", "replica"])
 @pytest.mark.parametrize("kind", ["segment", "index"])
@@ -276,6 +312,7 @@ def test_a_copy_that_the_store_cannot_replace_is_left_for_its_good_chunks(run: R
     assert path.read_bytes() == broken
 
 
+@pytest.mark.fault("Damage", "in the store: manifest", "{damage}", "named; repair changes nothing")
 @pytest.mark.parametrize("damage", [name for name in DAMAGES if name != "missing"])
 def test_a_damaged_manifest_is_named_and_never_made_up(run: Run, damage: str) -> None:
     harm(run.store, manifest_key(NEW), damage)
@@ -302,6 +339,12 @@ def test_a_pin_counts_by_its_key_alone(run: Run, damage: str) -> None:
     assert is_pinned(run.store, OLD) == (damage != "missing")
 
 
+@pytest.mark.fault(
+    "Races",
+    "a checkpoint is pruned while it is repaired",
+    "prune inside the repair's first put",
+    "it stays pruned; the newest is whole",
+)
 def test_a_checkpoint_pruned_during_its_repair_stays_pruned(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
