@@ -23,10 +23,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", reliability.MARK)
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    reliability.declare(item)
-
-
 @pytest.fixture
 def tried(request: pytest.FixtureRequest) -> Callable[[int], None]:
     """Tell how often the fault of this test (``pytest.mark.fault``) was put in."""
@@ -63,7 +59,8 @@ def radosgw() -> Iterator[Radosgw]:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """``pytest -k I57`` takes the tests whose docstrings name the case, too."""
+    """``pytest -k I57`` takes the tests whose docstrings name the case, too. Their faults are declared."""
+    reliability.declare(item)
     item.extra_keyword_matches.update(case_ids("", getattr(getattr(item, "obj", None), "__doc__", None)))
 
 
