@@ -129,6 +129,7 @@ def _confirm(staging: StagingDir, run_key: str, index: disk_pb2.SegmentIndex, id
             id=ident,
             rank=index.rank,
         )
+    fsync_dir(staging.checkpoint_dir(run_key, ident))  # its writer may have died before this
     return Sealed(ident=ident, rank=index.rank, nbytes=index.nbytes, direct=False)
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "make_dirs",
     "new_file",
     "os_error",
+    "sync_names",
     "write_all",
     "write_durably",
 ]
@@ -33,6 +34,8 @@ TEMP_PREFIX = ".tmp-"
 
 _WRITE_NBYTES = 8 << 20
 _MKDIR_TRIES = 32
+_MOST_KNOWN = 4096
+_known: set[tuple[str, int]] = set()  # (path, inode) whose names this process knows to be durable
 
 _CODES = {
     errno.ENOSPC: "no-space",
@@ -78,8 +81,11 @@ def fsync_dir(path: str | os.PathLike[str]) -> None:
         os.close(fd)
 
 
-def make_dirs(path: Path) -> None:
-    """Create the directory ``path`` and its missing parents, durably.
+def make_dirs(path: Path, *, mode: int = 0o777) -> None:
+    """Create the directory ``path`` and its missing parents: their names are durable when this returns.
+
+    One that is there already may be so new that whoever made it has not synced its name yet, or has died
+    before that. So those names are synced as well, once in the life of this process.
 
     Raises:
         InvalidInputError: a parent is a file.
@@ -93,9 +99,11 @@ def make_dirs(path: Path) -> None:
             missing.append(folder)
             folder = folder.parent
         try:
+            sync_names(folder)
             for folder in reversed(missing):
-                folder.mkdir(exist_ok=True)
+                folder.mkdir(mode, exist_ok=True)
                 fsync_dir(folder.parent)
+                _note(folder)
         except (FileNotFoundError, NotFoundError):
             continue
         except (FileExistsError, NotADirectoryError) as error:
@@ -106,6 +114,41 @@ def make_dirs(path: Path) -> None:
             raise os_error(error, folder) from error
         return
     raise UnavailableError("the directory keeps being removed", path=path)
+
+
+def sync_names(path: Path) -> None:
+    """Make the names of ``path`` and of the directories above it durable, up to where it is mounted.
+
+    Does nothing for those that this process has seen to already.
+
+    Raises:
+        FileNotFoundError: there is no such path.
+        UnavailableError: the file system refused; not where the directory above is closed to us, since then
+            we have not made the name.
+    """
+    device = path.stat().st_dev
+    unsynced: list[Path] = []
+    for here in (path, *path.parents):
+        if here == here.parent or _key(here) in _known or here.parent.stat().st_dev != device:
+            break
+        unsynced.append(here)
+    for here in reversed(unsynced):
+        try:
+            fsync_dir(here.parent)
+        except UnavailableError as error:
+            if error.code != "denied":
+                raise
+        _note(here)
+
+
+def _key(path: Path) -> tuple[str, int]:
+    return os.fspath(path), path.stat().st_ino
+
+
+def _note(path: Path) -> None:
+    if len(_known) >= _MOST_KNOWN:
+        _known.clear()
+    _known.add(_key(path))
 
 
 def _is_occupied(path: Path) -> bool:

@@ -30,7 +30,7 @@ from ckpt.format.envelope import Kind, open_envelope, open_message, seal_message
 from ckpt.format.ids import CheckpointId
 from ckpt.format.limits import MALFORMED, load_json
 from ckpt.format.peer import PeerNode
-from ckpt.storage.durable import TEMP_PREFIX, fsync_dir, make_dirs, os_error, write_durably
+from ckpt.storage.durable import TEMP_PREFIX, fsync_dir, make_dirs, os_error, sync_names, write_durably
 from ckpt.storage.own_file import check_own_directory, open_own
 from ckpt_proto.v1 import disk_pb2, staging_pb2
 
@@ -38,6 +38,7 @@ __all__ = ["COMMITTED_NAME", "RunConfig", "StagingDir", "default_staging_path", 
 
 COMMITTED_NAME = "committed"
 _ENDED_NAME = "ended"
+_MODE = 0o700  # of every folder below the staging directory
 _RUN_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,159}")
 # Whole numbers of run.json, with what a file of an older version means that lacks them.
 _COUNTS = {
@@ -189,11 +190,9 @@ class StagingDir:
         """
         with os_errors("the staging directory cannot be created", path=self.path):
             make_dirs(self.path.parent)
-            self._make_durable_dir(self.path)
+            make_dirs(self.path, mode=_MODE)
             check_own_directory(self.path)
-            self._make_durable_dir(self.path / "runs")
-            with contextlib.suppress(UnavailableError):  # a parent that we may not read was not made by us
-                fsync_dir(self.path.parent)  # a trainer may have made the directory; it waits for no disk
+            make_dirs(self.path / "runs", mode=_MODE)
         self.token()
         return self
 
@@ -252,8 +251,9 @@ class StagingDir:
         with os_errors("run.json cannot be written", path=path):
             with contextlib.suppress(FileNotFoundError):
                 if path.read_bytes() == data:
+                    sync_names(path)
                     return
-            self._make_durable_dir(path.parent)
+            make_dirs(path.parent, mode=_MODE)
             write_durably(path, data)
 
     def read_run_config(self, run_key: str) -> RunConfig:
@@ -265,7 +265,7 @@ class StagingDir:
         """Note durably that the run has ended in order on this node: nobody will come back for its steps."""
         path = self.run_dir(run_key) / _ENDED_NAME
         with os_errors("the end of a run cannot be noted", path=path):
-            self._make_durable_dir(path.parent)
+            make_dirs(path.parent, mode=_MODE)
             write_durably(path, b"")
 
     def clear_ended(self, run_key: str) -> None:
@@ -296,12 +296,13 @@ class StagingDir:
         """
         if digest(payload) != layout_digest:
             raise InvalidInputError("layout does not match its digest", digest=layout_digest.hex())
-        with contextlib.suppress(NotFoundError, CorruptError):
-            self.layout(run_key, layout_digest)
-            return
         path = self.run_dir(run_key) / keys.local_layout_path(layout_digest)
         with os_errors("a layout cannot be written", path=path):
-            self._make_durable_dir(path.parent)
+            with contextlib.suppress(NotFoundError, CorruptError):
+                self.layout(run_key, layout_digest)
+                sync_names(path)  # whoever wrote it may have died before it had done so
+                return
+            make_dirs(path.parent, mode=_MODE)
             write_durably(path, seal_message(Kind.LAYOUT_SET, bytes(payload)))
 
     # --- checkpoints ---
@@ -313,7 +314,7 @@ class StagingDir:
         """Create the folder of a checkpoint so that its name survives a power cut; return it."""
         path = self.checkpoint_dir(run_key, ident)
         with os_errors("the folder of a checkpoint cannot be created", path=path):
-            self._make_durable_dir(path)
+            make_dirs(path, mode=_MODE)
         return path
 
     def checkpoints(self, run_key: str) -> list[CheckpointId]:
@@ -462,15 +463,3 @@ class StagingDir:
             raise UnavailableError(
                 "a staging folder cannot be listed", code="unavailable", path=path
             ) from error
-
-    def _make_durable_dir(self, path: Path) -> None:
-        """Create ``path`` and its missing parents below the staging directory, each name fsynced."""
-        if path.is_dir():
-            return
-        if path != self.path:
-            self._make_durable_dir(path.parent)
-        try:
-            path.mkdir(mode=0o700)
-        except FileExistsError:
-            return
-        fsync_dir(path.parent)

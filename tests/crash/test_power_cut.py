@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.format.ids import CheckpointId
+from tests.support.boundaries import found
 from tests.support.dying import lead
 from tests.support.lifecycle import Life, check, check_clean
 from tests.support.powercut import Disk, State, record, states
@@ -62,10 +63,10 @@ def test_whatever_a_power_cut_leaves_is_consistent(
     end = {
         str(path.relative_to(root)): None if path.is_dir() else path.read_bytes() for path in root.rglob("*")
     }
-    found = list(states(calls, root, dice))
-    assert end in [dict(state.tree) for state in found], "the model does not follow the file system"
-    assert len(found[-1].said) == 12  # four steps: sealed, replicated, committed
-    chosen = dice.sample(found, SAMPLE) if 0 < SAMPLE < len(found) else found
+    known = list(states(calls, root, dice))
+    assert end in [dict(state.tree) for state in known], "the model does not follow the file system"
+    assert len(known[-1].said) == 12  # four steps: sealed, replicated, committed
+    chosen = dice.sample(known, SAMPLE) if 0 < SAMPLE < len(known) else known
     tried(len(chosen))
     for number, state in enumerate(chosen):
         state.write(root)
@@ -75,6 +76,38 @@ def test_whatever_a_power_cut_leaves_is_consistent(
             assert again.status == 0
             check(root, again.promised)
             check_clean(root)
+
+
+@pytest.mark.fault(
+    "Power cut",
+    "a process is killed before it has synced a name, and in the life of the next one the power fails",
+    "SIGKILL before a drawn sync of a directory, then as above",
+    "no sealed marker without its bytes, no manifest without its objects, every promise of both kept",
+)
+@pytest.mark.skipif(shutil.which("strace") is None, reason="power cuts: strace cannot be had here")
+def test_names_that_a_dead_process_left_unsynced_are_not_built_on(
+    root: Path, tmp_path: Path, tried: Callable[[int], None]
+) -> None:
+    print(f"CKPT_SEED={SEED}")
+    dice = random.Random(SEED)
+    passed = lead(lambda said: Life(root, said).lead(), found()).passed
+    shutil.rmtree(root)
+    # The folders and the layout first of all: the next process finds them and has no need to write them.
+    folders = [n for n, labels in enumerate(passed, 1) if labels[0] == "storage.durable.make_dirs: fsync_dir"]
+    names = [n for n, labels in enumerate(passed, 1) if labels[0].endswith(": fsync_dir")]
+    layouts = [n for n in names if any("write_layout" in label for label in passed[n - 1])]
+    count = 0
+    for number, at in enumerate([dice.choice(folders), layouts[0], dice.choice(names)]):
+        root.mkdir()
+        life = [sys.executable, "-m", "tests.support.lifecycle", str(root), str(at)]
+        calls = record(life, tmp_path / f"calls-{number}", cwd=PROJECT)
+        known = list(states(calls, root, dice))
+        for state in dice.sample(known, min(len(known), SAMPLE // 8 or len(known))):
+            state.write(root)
+            check(root, promised(state))
+            count += 1
+        shutil.rmtree(root)
+    tried(count)
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="power cuts: strace cannot be had here")
@@ -98,8 +131,8 @@ os.fsync(fd)
     root = tmp_path / "root"
     root.mkdir()
     calls = record([sys.executable, "-c", program, str(root)], tmp_path / "calls", cwd=PROJECT)
-    found = list(states(calls, root, random.Random(0)))
-    contents = {name: {state.tree.get(name) for state in found} for name in ("bad", "good")}
+    known = list(states(calls, root, random.Random(0)))
+    contents = {name: {state.tree.get(name) for state in known} for name in ("bad", "good")}
     assert contents["bad"] == {None, b"", bytes(10), b"01234" + bytes(5), b"0123456789"}
     assert contents["good"] == {None, b"0123456789"}
     disk = Disk(root)

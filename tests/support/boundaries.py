@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["EXEMPT", "OPERATIONS", "OUTSIDE", "Site", "found"]
+__all__ = ["EXEMPT", "OPERATIONS", "OUTSIDE", "REPAIR", "Site", "found"]
 
 ROOT = Path(__file__).parents[2]
 _WHERE = ("ckpt/flusher", "ckpt/storage", "ckpt/ops", "server/ckpt_server")
 
 _SYSTEM = {"fsync", "fdatasync", "link", "unlink", "remove", "rename", "replace", "rmdir", "mkdir", "rmtree"}
 _SYSTEM |= {"ftruncate", "truncate", "pwrite", "hardlink_to", "write_bytes", "write_text", "touch"}
-_DURABLE = {"write_durably", "fsync_dir", "make_dirs", "new_file", "write_all", "commit_put"}
+_DURABLE = {"write_durably", "fsync_dir", "sync_names", "make_dirs", "new_file", "write_all", "commit_put"}
 _STAGING = {"write_index", "write_layout", "mark_uploaded", "mark_committed", "unseal", "remove_checkpoint"}
 _STAGING |= {"retire_checkpoint", "make_checkpoint_dir", "note_owner", "take_spare", "drop_spares"}
 _STORE = {"put", "put_new", "put_parts", "delete"}
@@ -28,10 +28,6 @@ OUTSIDE = {
     "ckpt.flusher.control": "wakes its own thread",
     "ckpt.flusher.heartbeat": "the pulse of a rank in shared memory",
     "ckpt.ops.recovery": "timing of the last restart: a report, nothing is restored from it",
-    "ckpt.ops.rebuild": "ckpt repair, started by hand: no test kills it yet",
-    "ckpt.ops.records": "ckpt repair, started by hand: no test kills it yet",
-    "ckpt.ops.repair": "ckpt repair, started by hand: no test kills it yet",
-    "ckpt.ops.repair_local": "ckpt repair, started by hand: no test kills it yet",
     "ckpt.storage.fsspec_store": "requests to a store: tests/crash/test_store_boundaries.py",
     "ckpt.storage.known_nodes": "where other nodes' servers were; asked again at every start",
     "ckpt.storage.lives": "which processes lived, for the timing of a restart",
@@ -123,23 +119,27 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
         "storage.durable.write_durably: new_file",
         "storage.durable.write_durably: replace",
         "storage.durable.write_durably: fsync_dir",
-        "storage.staging.StagingDir._make_durable_dir: mkdir",
-        "storage.staging.StagingDir._make_durable_dir: fsync_dir",
+        "storage.durable.make_dirs: sync_names",
+        "storage.durable.sync_names: fsync_dir",
     ),
     "start": (
         "storage.staging.StagingDir.ensure: make_dirs",
-        "storage.staging.StagingDir.ensure: fsync_dir",
+        "storage.staging.StagingDir.ensure: make_dirs#2",
+        "storage.staging.StagingDir.ensure: make_dirs#3",
+        "storage.staging.StagingDir.write_run_config: make_dirs",
         "storage.staging.StagingDir.token: write_durably",
         "storage.staging.StagingDir.token: link",
         "storage.staging.StagingDir.token: unlink",
         "storage.staging.StagingDir.token: fsync_dir",
         "storage.staging.StagingDir.write_run_config: write_durably",
         "storage.staging.StagingDir.clear_ended: unlink",
+        "storage.staging.StagingDir.mark_ended: make_dirs",
         "storage.staging.StagingDir.mark_ended: write_durably",
         "ops.attempts.claim_attempt: commit_put",
     ),
     "save": (
         "flusher.write.seal_segment: make_checkpoint_dir",
+        "storage.staging.StagingDir.make_checkpoint_dir: make_dirs",
         "flusher.write.seal_segment: take_spare",
         "storage.spares.take_spare: link",
         "storage.spares.take_spare: unlink",
@@ -151,7 +151,9 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
         "flusher.write._publish: fdatasync",
         "flusher.write._publish: replace",
         "flusher.write._publish: write_layout",
+        "storage.staging.StagingDir.write_layout: make_dirs",
         "storage.staging.StagingDir.write_layout: write_durably",
+        "storage.staging.StagingDir.write_layout: sync_names",
         "flusher.write._publish: fsync_dir",
         "flusher.write._publish: write_index",
         "storage.staging.StagingDir.write_index: write_durably",
@@ -240,7 +242,25 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
 }
 """Operation -> its boundaries. tests/crash/test_every_boundary.py kills a process at each."""
 
+_REPAIR = {
+    "ops.rebuild.Rebuilder.rebuild: put_parts",
+    "ops.records.repair_records: put",
+    "ops.repair._Repair.run: put",
+    "ops.repair_local._replace: new_file",
+    "ops.repair_local._replace: replace",
+    "ops.repair_local._replace: fsync_dir",
+    "ops.repair_local._replace: write_index",
+}
+REPAIR = {
+    "damaged": _REPAIR | {"ops.records._put_attempt: put"},
+    "missing": _REPAIR | {"ops.records._put_attempt: put_new"},
+}
+"""How the attempt's record is -> boundaries of ckpt repair. tests/crash/test_repair_kill.py kills at each."""
+
 EXEMPT = {
+    "flusher.write._confirm: fsync_dir": "in a second life only; changes nothing",
+    "storage.staging.StagingDir.write_run_config: sync_names": "in a second life only; changes nothing",
+    "ops.repair_local._replace: unlink": "only where retention has removed the segment meanwhile",
     "ops.sweep._Strays.sweep: delete": "one request that deletes objects no index names: as _sweep_orphans",
     "flusher.embedded.start_embedded_server: remove": "of a list in memory",
     "flusher.write._open_alone: unlink": "tests/crash/test_spares.py: a spare that somebody reads",

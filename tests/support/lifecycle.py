@@ -4,12 +4,14 @@ Start, seal (the flusher's code), replicate, upload, publish, commit, retain, pr
 the code of flusher and server, one thing after the other, so that a death or a power cut can be put at an
 exact place. Three steps are committed by the node, a fourth is left to the node that holds its replica.
 
-``python -m tests.support.lifecycle ROOT`` leads one life and prints what it has been promised.
+``python -m tests.support.lifecycle ROOT`` leads one life and prints what it has been promised;
+``python -m tests.support.lifecycle ROOT N`` one that dies at its N-th boundary, and then another.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -46,7 +48,9 @@ from ckpt_server.runs import Run
 from ckpt_server.settings import Settings
 from ckpt_server.steps import StepTable
 from ckpt_server.uploader import Segment, Uploader
+from tests.support.boundaries import found
 from tests.support.builders import FakeClock
+from tests.support.dying import lead
 from tests.support.snapshots import Snapshot, make_snapshot
 
 __all__ = ["LAST", "LATE", "Life", "check", "check_clean", "snapshot_of"]
@@ -281,6 +285,17 @@ def _is_debris(path: Path) -> bool:
     return path.name.startswith(TEMP_PREFIX) or path.suffix in (".tmp", ".incoming")
 
 
-if __name__ == "__main__":
+def main(root: Path, dies_at: int = 0) -> None:
+    """See the module."""
+
     # In one write each: the trace shows between which calls it was promised.
-    Life(Path(sys.argv[1]), lambda what, ident: bool(os.write(1, f"{what} {ident}\n".encode()))).lead()
+    def live(_said: object = None) -> None:
+        Life(root, lambda what, ident: bool(os.write(1, f"{what} {ident}\n".encode()))).lead()
+
+    if dies_at:
+        assert lead(live, found(), at=dies_at).status == signal.SIGKILL
+    live()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
