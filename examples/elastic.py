@@ -1,6 +1,6 @@
 """A run that loses nodes with their disks, goes on with fewer, gets a spare, and grows again.
 
-    python examples/elastic.py [--nodes 4] [--out elastic-out]
+    python examples/elastic.py [--nodes 4] [--quick] [--out elastic-out]
 
 Every node is an agent of torchrun with its own staging directory, server and failure domain; the program that
 they run is examples/train.py. Losing one means SIGKILL of everything on it and the removal of its directory.
@@ -64,6 +64,7 @@ class Elastic:
         self.ever: list[Node] = []
         self.rows: list[tuple[str, ...]] = []
         self.started = time.monotonic()
+        self.reference: subprocess.Popen[bytes] | None = None
 
     # --- telling ---
 
@@ -81,9 +82,9 @@ class Elastic:
 
     # --- acting ---
 
-    def program(self, *more: str) -> list[str]:
+    def program(self, *more: str, kind: str = "fsdp2") -> list[str]:
         """train.py and its arguments."""
-        script = [str(HERE / "train.py"), "--kind", "fsdp2", "--batch", str(BATCH), "--steps", str(STEPS)]
+        script = [str(HERE / "train.py"), "--kind", kind, "--batch", str(BATCH), "--steps", str(STEPS)]
         return [*script, *more]
 
     def add(self, name: str, *, first_serve: bool = False) -> Node:
@@ -124,9 +125,8 @@ class Elastic:
     # --- looking ---
 
     def trained(self) -> list[Trained]:
-        """Every line of the loss file; a torn last one (its writer may be running) is left out."""
-        text = self.losses.read_text() if self.losses.exists() else ""
-        return [Trained(**line) for line in map(json.loads, text[: text.rfind("\n") + 1].splitlines())]
+        """What the run has done so far."""
+        return read_losses(self.losses)
 
     def starts(self) -> list[list[Trained]]:
         """The lines by start of the run, in order."""
@@ -155,7 +155,9 @@ class Elastic:
             restored = int(str(found["checkpoint"] or "0").partition(".")[0])
             return found["ranks"] == found["world_size"] == ranks and restored == first_step
 
-        wait_for(told, "every rank has told how long the restart took", timeout=DEADLINE, hint=self.hint)
+        wait_for(
+            told, "every rank has told how long the restart took", timeout=DEADLINE, hint=self.hint, pause=0.3
+        )
         tiers = [f"{found['nbytes'].get(tier, 0):,}" for tier in ("local", "replica", "peer", "remote")]
         again = str(found["lost_steps"])
         self.rows.append((title, str(ranks), str(first_step), again, f"{found['wall_s']:.1f} s", *tiers))
@@ -172,23 +174,23 @@ class Elastic:
         found = self.recovery(f"{ranks + 1} -> {ranks} nodes", ranks, first)
         self.check(not found["nbytes"].get("remote"), "nothing was read from the store")
 
-    def replace(self, name: str) -> None:
-        """Lose one more; too few are left, and wait. A spare gets what there is, then its agent starts."""
-        starts, ranks = len(self.starts()), len(self.nodes)
+    def replace(self, names: list[str]) -> None:
+        """Lose one more; too few are left, and wait. Spares get what there is, then their agents start."""
+        starts = len(self.starts())
         step = self.lose_last()
         survivor = self.nodes[0]
-        spare = self.add(name, first_serve=True)
-        fetched = spare.cli("prefetch", self.url, "--peers", survivor.address)
-        nbytes: dict[str, int] = fetched["nbytes"]  # type: ignore[assignment]
-        self.say(f"  prefetched to node {name}: {fetched['checkpoint']}, {nbytes.get('peer', 0):,} bytes")
-        self.check(
-            set(nbytes) == {"peer"},
-            "all came from the node that is left, which had a replica",
-        )
-        self.start_agent(spare)
+        for name in names:
+            spare = self.add(name, first_serve=True)
+            fetched = spare.cli("prefetch", self.url, "--peers", survivor.address)
+            nbytes: dict[str, int] = fetched["nbytes"]  # type: ignore[assignment]
+            self.say(f"  prefetched to node {name}: {fetched['checkpoint']}, {nbytes.get('peer', 0):,} bytes")
+            self.check(set(nbytes) == {"peer"}, "all came from the node that is left, which had a replica")
+        for spare in self.nodes[1:]:
+            self.start_agent(spare)
+        ranks = len(self.nodes)
         first = self.await_start(ranks, starts)
         self.check(first >= step, f"{ranks} ranks go on at step {first}, no older than promised")
-        found = self.recovery("spare, prefetched", ranks, first)
+        found = self.recovery("prefetched to spares", ranks, first)
         read = found["nbytes"]
         self.check(not read.get("remote"), "nothing was read from the store")
         self.check(not read.get("peer"), "and nothing from other nodes: all was there before ranks began")
@@ -225,28 +227,52 @@ class Elastic:
 
     # --- the curve ---
 
-    def compare(self) -> None:
-        """Train the same steps without interruption, and compare."""
-        last = max(one.step for one in self.trained())
-        self.say(f"the reference: {last + 1} steps on {self.largest} ranks, uninterrupted")
-        path = self.out / "reference.jsonl"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        more = ("--no-checkpoint", "--until", str(last + 1), "--loss-file", str(path))
+    def begin_reference(self, ranks: int) -> None:
+        """Train the same steps without interruption, beside the run, in the time that it leaves."""
+        command = [sys.executable]
+        if ranks > 1:
+            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        more = ("--no-checkpoint", "--loss-file", str(self.out / "reference.jsonl"))
         with (self.out / "logs" / "reference.log").open("wb") as log:
-            subprocess.run(
-                [*command, f"--nproc-per-node={self.largest}", *self.program(*more)],
+            self.reference = subprocess.Popen(
+                ["nice", "-n19", *command, *self.program(*more, kind="fsdp2" if ranks > 1 else "none")],
                 env=self.environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                timeout=DEADLINE * 2,
-                check=True,
+                start_new_session=True,
             )
-        reference = {line["step"]: line["loss"] for line in map(json.loads, path.read_text().splitlines())}
+
+    def end_reference(self, last: int) -> dict[int, Trained]:
+        """Wait until the reference has made step ``last``, end it, and return its steps up to there."""
+        path = self.out / "reference.jsonl"
+        process = self.reference
+        assert process is not None
+        wait_for(
+            lambda: path.exists() and read_losses(path)[-1:] and read_losses(path)[-1].step >= last,
+            f"the reference has made step {last}",
+            timeout=2 * DEADLINE,
+            hint=lambda: (self.out / "logs" / "reference.log").read_text()[-2000:],
+        )
+        self.kill_reference()
+        return {one.step: one for one in read_losses(path) if one.step <= last}
+
+    def kill_reference(self) -> None:
+        """It has done its work, or is not wanted any more."""
+        if self.reference is not None and self.reference.poll() is None:
+            os.killpg(self.reference.pid, signal.SIGKILL)
+            self.reference.wait()
+
+    def compare(self) -> None:
+        """Compare every loss with the reference's."""
         everything = self.trained()
+        reference = self.end_reference(max(one.step for one in everything))
         self.check({one.step for one in everything} == set(reference), "no step is missing")
         first = self.starts()[0]
-        same = all(one.loss == reference[one.step] for one in first)
-        self.check(same, f"the same bits as the reference for {len(first)} steps on {first[0].ranks} ranks")
+        if reference[0].ranks == first[0].ranks:
+            same = all(one.loss == reference[one.step].loss for one in first)
+            self.check(
+                same, f"the same bits as the reference for {len(first)} steps on {first[0].ranks} ranks"
+            )
         by_layout: dict[tuple[int, int], set[float]] = {}
         for one in everything:
             by_layout.setdefault((one.step, one.ranks), set()).add(one.loss)
@@ -255,8 +281,12 @@ class Elastic:
             all(len(losses) == 1 for losses in by_layout.values()),
             f"{twice} steps were made again on as many ranks: the same bits",
         )
-        worst = max(relative(one.loss, reference[one.step]) for one in everything)
-        self.check(worst <= TOLERANCE, f"no loss differs by more than {TOLERANCE:g} (largest: {worst:.1e})")
+        worst = max(relative(one.loss, reference[one.step].loss) for one in everything)
+        self.check(
+            worst <= TOLERANCE,
+            f"no loss of {len(reference)} steps differs by more than {TOLERANCE:g} from an uninterrupted run "
+            f"on {reference[0].ranks} ranks (largest: {worst:.1e})",
+        )
 
     def table(self) -> None:
         head = ("restart", "ranks", "at step", "again", "back after", "local", "replica", "peer", "store")
@@ -266,22 +296,30 @@ class Elastic:
             print("  ".join([row[0].ljust(widths[0]), *cells]))
 
     def end(self) -> None:
+        self.kill_reference()
         for node in self.ever:
             node.end(signal.SIGKILL)
 
 
-def story(run: Elastic) -> None:
+def read_losses(path: Path) -> list[Trained]:
+    """Every line of a loss file; a torn last one (its writer may be running) is left out."""
+    text = path.read_text() if path.exists() else ""
+    return [Trained(**line) for line in map(json.loads, text[: text.rfind("\n") + 1].splitlines())]
+
+
+def story(run: Elastic, *, quick: bool) -> None:
     """Lose, shrink, replace, grow."""
     names = iter("abcdefghijklmnopqrstuvwxyz")
     run.say(f"1. {run.largest} nodes; torchrun {' '.join(run.rendezvous.options())}")
     for _ in range(run.largest):
         run.add(next(names))
     run.await_start(run.largest, 0)
+    run.begin_reference(1 if quick else run.largest)
     while len(run.nodes) > SMALLEST:
         run.say(f"2. a node is lost: {len(run.nodes)} -> {len(run.nodes) - 1}")
         run.shrink()
-    run.say(f"3. one more is lost: fewer than {SMALLEST} are left, and wait for a spare")
-    run.replace(next(names))
+    run.say(f"3. one more is lost: fewer than {SMALLEST} are left, and wait for spares")
+    run.replace([next(names) for _ in range(run.largest - 1 if quick else 1)])
     if len(run.nodes) < run.largest:
         run.say(f"4. new nodes join: {len(run.nodes)} -> {run.largest}")
         run.grow([next(names) for _ in range(run.largest - len(run.nodes))])
@@ -306,6 +344,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--nodes", type=int, default=4, choices=(2, 3, 4), help="that the run begins with")
+    parser.add_argument(
+        "--quick", action="store_true", help="grow back by spares alone; the reference trains in one process"
+    )
     parser.add_argument("--out", type=Path, default=Path("elastic-out"), help="where losses and logs go")
     args = parser.parse_args()
     out = args.out.resolve()
@@ -313,7 +354,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the nodes end with this
     run = Elastic(out, args.nodes)
     try:
-        story(run)
+        story(run, quick=args.quick)
         run.table()
         print("PASS: elastic restart")
     except (ElasticFailed, TimeoutError, RuntimeError, subprocess.SubprocessError) as error:

@@ -24,13 +24,20 @@ __all__ = ["Node", "Rendezvous", "wait_for"]
 HERE = Path(__file__).resolve().parent
 
 
-def wait_for(condition: Callable[[], object], what: str, *, timeout: float, hint: Callable[[], str]) -> None:
+def wait_for(
+    condition: Callable[[], object],
+    what: str,
+    *,
+    timeout: float,
+    hint: Callable[[], str],
+    pause: float = 0.05,
+) -> None:
     """Poll ``condition`` until it is true. Raises TimeoutError with ``what`` and ``hint()``."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError(f"not within {timeout:.0f} s: {what}\n{hint()}")
-        time.sleep(0.05)
+        time.sleep(pause)
 
 
 class Rendezvous:

@@ -1,4 +1,4 @@
-"""Show what a restart can rely on: python -m tests.shows [NAME ...] [--kills N]
+"""Show what a restart can rely on: python -m tests.shows [NAME ...] [--kills N] [--seed S]
 
 Each show prints a table, its promises, and PASS or FAIL; the exit status is 0 if all pass.
 """
@@ -27,6 +27,7 @@ def main() -> int:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SHOWS)}; default: all")
     parser.add_argument("--kills", type=int, default=KILLS, help="random kills of the show of that name")
+    parser.add_argument("--seed", type=int, help="of the random kills, to run the same ones again")
     args = parser.parse_args()
     if unknown := set(args.names) - set(SHOWS):
         parser.error(f"no such show: {', '.join(sorted(unknown))}")
@@ -40,7 +41,7 @@ def main() -> int:
             "gpu-lost": recovery.gpu_lost,
             "both-lost": recovery.both_copies_lost,
             "speed": lambda root: speed.local_against_throttled_store(root, s3),
-            "kills": lambda root: random_kills(root, s3, kills=args.kills),
+            "kills": lambda root: random_kills(root, s3, kills=args.kills, seed=args.seed),
         }
         try:
             for name in args.names or SHOWS:
