@@ -13,6 +13,7 @@ import typer
 
 from ckpt import __version__
 from ckpt.cli.diff import diff_command
+from ckpt.cli.goodput import goodput_command
 from ckpt.cli.health import health_command
 from ckpt.cli.ls import list_command, runs_command
 from ckpt.cli.options import command
@@ -70,6 +71,7 @@ app.command("runs")(command(runs_command))
 app.command("status")(command(status_command))
 app.command("health")(command(health_command))
 app.command("recovery")(command(recovery_command))
+app.command("goodput")(command(goodput_command))
 app.command("prefetch")(command(prefetch_command))
 app.command(
     "serve",

@@ -132,7 +132,7 @@ class Heartbeat:
             if stale_s > _TICKS_STALE_S:  # what its own thread said of it is of then, not of now
                 pulse.where += f", as of {stale_s:.0f} s ago" if pulse.where else ""
                 pulse.waits = pulse.waits and not pulse.is_stopped
-        self._record(pulse, ended_at)
+        self._record(pulse, ended_at, ticked_s=(now_ns - ticked_ns) * 1e-9)
         return pulse
 
     def _stacks_at(self, moves: int, is_stopped: bool, last_known: str) -> str:
@@ -161,7 +161,8 @@ class Heartbeat:
                 break
         return os.pread(fd, _STACKS_MAX, 0).decode(errors="replace")
 
-    def _record(self, pulse: staging_pb2.RankPulse, ended_at: float) -> None:
+    def _record(self, pulse: staging_pb2.RankPulse, ended_at: float, *, ticked_s: float) -> None:
+        """Write the record where it is due; the trainer's own word is ``ticked_s`` old."""
         now = self._clock.now()
         if not pulse.attempt or (not pulse.ended and now - self._recorded_at < _RECORD_S):
             return
@@ -178,6 +179,8 @@ class Heartbeat:
             ended_at=ended_at or None,
             closed=pulse.ended == _Pulse.ENDED_CLOSED,
             step_s=pulse.step_s,
+            spent_s=dict(pulse.spent_s),
+            spent_at=now - ticked_s,
         )
         try:
             write_life(self._staging, self._run_key, life)

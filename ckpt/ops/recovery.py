@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -24,6 +24,8 @@ __all__ = [
     "PhaseTime",
     "RankRecovery",
     "Recovery",
+    "all_recoveries",
+    "attempt_order",
     "load_recovery",
     "local_recoveries",
     "put_recovery",
@@ -37,6 +39,7 @@ RECOVERY = "recovery/"
 _KEY = re.compile(r"recovery/\d{6}\.(\d{6})/group-(\d{5})-of-(\d{5})\.json", re.ASCII)
 _LOCAL = re.compile(r"a(\d{6})\.rank-(\d{5,})\.json", re.ASCII)
 _PUBLISHED = ".published"
+Each = Callable[[Callable[[str], list["RankRecovery"]], list[str]], Iterable[list["RankRecovery"]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +48,9 @@ class RankRecovery:
 
     Attributes:
         group, group_count, group_ranks: its node group.
-        cause: "crash", "hang", "stop" (the attempt before closed its managers), or "start" (there was none,
-            or nothing is known of it: then the time begins with the process).
+        cause: "crash", "hang", "stop" (the attempt before closed its managers in order), "restore" (the same
+            process called restore() again), or "start" (there was none, or nothing is known of it: then the
+            time begins with the process).
         failed_at: when the attempt before stopped getting on.
         lost_steps: completed by the attempt before and not in what was restored.
         first_step_at: when the first step of this attempt was complete.
@@ -207,7 +211,7 @@ def load_recovery(store: Store, attempt: int | None = None) -> list[RankRecovery
         NotFoundError: there are none.
         CorruptError: one cannot be read.
     """
-    prefix = RECOVERY if attempt is None else f"{RECOVERY}{_order(attempt)}/"
+    prefix = RECOVERY if attempt is None else f"{RECOVERY}{attempt_order(attempt)}/"
     found: list[RankRecovery] = []
     seen: int | None = attempt
     for info in store.list_keys(prefix):
@@ -225,6 +229,20 @@ def load_recovery(store: Store, attempt: int | None = None) -> list[RankRecovery
     return sorted(found, key=lambda record: record.rank)
 
 
+def all_recoveries(store: Store, each: Each = map) -> dict[int, list[RankRecovery]]:
+    """The records in the store of every attempt. ``each``: as ``map``, or that of a pool of threads.
+
+    Raises:
+        CorruptError: one cannot be read.
+    """
+    keys = [info.key for info in store.list_keys(RECOVERY) if _KEY.fullmatch(info.key)]
+    found: dict[int, list[RankRecovery]] = {}
+    for records in each(lambda key: _group_records(store.get(key), key), keys):
+        for record in records:
+            found.setdefault(record.attempt, []).append(record)
+    return found
+
+
 def _group_records(data: bytes, key: str) -> list[RankRecovery]:
     try:
         return [_parsed(body, key) for body in json.loads(data)["ranks"]]
@@ -240,14 +258,15 @@ def _parsed(body: dict[str, object], where: str) -> RankRecovery:
         raise CorruptError("the timing of a recovery lacks fields", code="recovery", where=where) from error
 
 
-def _order(attempt: int) -> str:
+def attempt_order(attempt: int) -> str:
+    """``999996.000003``: newest attempt first. Raises InvalidInputError."""
     if not 0 < attempt <= MAX_ATTEMPT:
         raise InvalidInputError("not an attempt number", attempt=attempt)
     return f"{MAX_ATTEMPT - attempt:06d}.{attempt:06d}"
 
 
 def _group_key(attempt: int, group: int, count: int) -> str:
-    return f"{RECOVERY}{_order(attempt)}/group-{group:05d}-of-{count:05d}.json"
+    return f"{RECOVERY}{attempt_order(attempt)}/group-{group:05d}-of-{count:05d}.json"
 
 
 def _folder(staging: StagingDir, run_key: str) -> Path:

@@ -45,7 +45,7 @@ from ckpt_server.metrics import Metrics
 from ckpt_server.peer_service import PeerService
 from ckpt_server.peers import Peers
 from ckpt_server.pipeline import Pipeline
-from ckpt_server.recoveries import publish_recoveries
+from ckpt_server.recoveries import publish_ledger, publish_recoveries
 from ckpt_server.replica_dir import ReplicaDir
 from ckpt_server.replica_service import ReplicaService
 from ckpt_server.replicator import Replicator
@@ -318,6 +318,7 @@ class App:
         try:
             self._intake.scan()
             publish_recoveries(self._runs.all(), self._staging)
+            publish_ledger(self._runs.all(), self._staging, self._clock)
             if self._scans % _SCANS_PER_RETAIN == 0:
                 for run in self._runs.all():
                     self._pipeline.retain(run, remote=False)

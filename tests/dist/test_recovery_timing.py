@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import time
@@ -23,6 +24,7 @@ from tests.support.ranks import run_ranks
 
 WORLD = 2
 SAVED, REACHED = 3, 5
+STEP_S = 0.3
 
 
 @pytest.fixture(scope="module")
@@ -50,28 +52,46 @@ def manager_of(root: Path) -> tuple[CheckpointManager, Any, Any]:
     )
 
 
-def step_once(manager: CheckpointManager, model: Any, optimizer: Any, iteration: int) -> None:
+def step_once(manager: CheckpointManager, model: Any, optimizer: Any, iteration: int) -> float:
+    """Return how long it took, in seconds."""
+    began = time.monotonic()
     optimizer.zero_grad()
     model(torch.ones(2, 64)).sum().backward()
     optimizer.step()
     dist.all_reduce(torch.zeros(1))
+    time.sleep(STEP_S)
     manager.step(iteration)
+    return time.monotonic() - began
 
 
-def die(rank: int, world: int, root: Path) -> None:
+def die(rank: int, world: int, root: Path, seen: Path) -> None:
+    """Train 5 steps of which 3 are committed, then be killed; what is waited for in between counts as data."""
     manager, model, optimizer = manager_of(root)
-    manager.restore()
-    for iteration in range(REACHED):
-        step_once(manager, model, optimizer, iteration)
-        if iteration + 1 == SAVED:
-            manager.save(SAVED).upload_completion.result(60)
-    barrier()
-    # Its flusher writes down every two seconds how it does; a rank is not killed before it was seen.
-    lives = root / "staging" / "runs"
-    poll(lambda: len(list(lives.glob("*/lives/*.json"))) == world, what="the flushers have seen all ranks")
-    barrier()
+    start = manager.restore()
+    took, waited = [], 0.0
+    for iteration in range(start, start + REACHED):
+        took.append(step_once(manager, model, optimizer, iteration))
+        if iteration + 1 == start + SAVED:
+            handle, began = manager.save(iteration + 1), time.monotonic()
+            with manager.phase("data"):
+                handle.upload_completion.result(60)
+            waited = time.monotonic() - began
+    began = time.monotonic()
+    with manager.phase("data"):
+        barrier()
+        # Its flusher writes down every two seconds how it does; a rank is not killed before it was seen.
+        number = f"a{manager.attempt:06d}.*.json"
+        lives = root / "staging" / "runs"
+        poll(
+            lambda: {f'"step": {start + REACHED}' in p.read_text() for p in lives.glob(f"*/lives/{number}")}
+            == {True}
+            and len(list(lives.glob(f"*/lives/{number}"))) == world,
+            what="the flushers have seen all ranks' last step",
+        )
+        barrier()
+    waited += time.monotonic() - began
     if rank == 1:
-        (root / "died").write_text(repr(time.time()))
+        seen.write_text(json.dumps({"died": time.time(), "took": took, "waited": waited}))
         os.kill(os.getpid(), signal.SIGKILL)
     with contextlib.suppress(RuntimeError):  # the other end is gone
         dist.all_reduce(torch.zeros(1))
@@ -92,11 +112,11 @@ def test_phases_of_a_restart_sum_to_the_wall_time_and_bytes_are_told_by_tier(roo
     cli = Cli(root / "staging")
     cli.run("recovery", url_of(root), code=NOT_FOUND)
 
-    run_ranks(WORLD, die, root, may_die=frozenset(range(WORLD)))
+    run_ranks(WORLD, die, root, root / "died-1", may_die=frozenset(range(WORLD)))
     back = run_ranks(WORLD, come_back, root)
 
     assert [step for step, _ in back] == [SAVED] * WORLD
-    observed_s = max(at for _, at in back) - float((root / "died").read_text())
+    observed_s = max(at for _, at in back) - json.loads((root / "died-1").read_text())["died"]
     found = cli.json("recovery", url_of(root))
     assert (found["attempt"], found["cause"], found["ranks"]) == (2, "crash", WORLD)
     assert found["lost_steps"] == REACHED - SAVED
@@ -122,3 +142,45 @@ def test_phases_of_a_restart_sum_to_the_wall_time_and_bytes_are_told_by_tier(roo
     assert far.json("recovery", url_of(root))["wall_s"] == found["wall_s"]
     assert far.json("recovery", url_of(root), "--attempt", "1")["cause"] == "start"
     far.run("recovery", url_of(root), "--attempt", "9", code=NOT_FOUND)
+
+
+def test_ledger_books_every_second_of_a_run_with_kills(root: Path) -> None:
+    """Goes on with the run of the test above: start, kill, restart, stop; here one more kill and restart."""
+    cli = Cli(root / "staging")
+    run_ranks(WORLD, die, root, root / "died-2", may_die=frozenset(range(WORLD)))
+    back = run_ranks(WORLD, come_back, root)
+    found = cli.json("goodput", url_of(root))
+    first, second, third, fourth = found["starts"]
+    assert [row["cause"] for row in found["starts"]] == ["start", "crash", "stop", "crash"]
+    assert [row["from_step"] for row in found["starts"]] == [0, SAVED, SAVED, 2 * SAVED]
+    assert [row["steps"] for row in found["starts"]] == [REACHED, 1, REACHED, 1]
+    # The second start made one step and saved nothing, so its step was made again too.
+    assert [row["lost_steps"] for row in found["starts"]] == [REACHED - SAVED, 1, REACHED - SAVED, 0]
+
+    # Classes add up, and the whole is the time that passed outside.
+    assert sum(found["seconds"].values()) == pytest.approx(found["wall_s"])
+    assert found["wall_s"] == pytest.approx(sum(sum(row["seconds"].values()) for row in found["starts"]))
+    observed_s = max(at for _, at in back) - first["began_at"]
+    assert found["wall_s"] == pytest.approx(observed_s, rel=0.02, abs=0.3)
+    assert found["seconds"]["unknown"] == 0
+    died = [json.loads((root / f"died-{number}").read_text()) for number in (1, 2)]
+    for row, killed in zip((first, third), died, strict=True):
+        assert row["ended_at"] == pytest.approx(killed["died"], abs=0.5)
+        # Each step is taken to be as long as the others; until a death is seen, it seems to train.
+        again, kept = sum(killed["took"][SAVED:]), sum(killed["took"][1:SAVED])
+        assert row["seconds"]["lost"] == pytest.approx(again, rel=0.1, abs=0.3)
+        assert row["seconds"]["productive"] == pytest.approx(kept, rel=0.1, abs=0.3)
+        assert row["seconds"]["data"] == pytest.approx(killed["waited"], rel=0.1, abs=0.3)
+        assert row["seconds"]["restart"] == pytest.approx(sum(row["phases"].values()), abs=0.01)
+    assert found["effective_ratio"] == pytest.approx(found["seconds"]["productive"] / found["wall_s"])
+    shown = cli.run("goodput", url_of(root)).stdout
+    assert "effective training time" in shown
+    print(shown)
+
+    # The server has put it into the store: it can be seen from anywhere, and the end of each start is known.
+    far = Cli(root / "nowhere")
+    poll(lambda: len(list((root / "store" / "run" / "ledger").glob("*/node-*.json"))) == 4, what="all is there")
+    poll(lambda: not far.json("goodput", url_of(root))["starts"][-1]["is_running"], what="the end is known")
+    again = far.json("goodput", url_of(root))
+    assert again["seconds"] == pytest.approx(found["seconds"], abs=0.5)
+    assert again["starts"][-1]["ended_at"] >= fourth["ended_at"]

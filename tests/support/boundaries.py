@@ -27,6 +27,7 @@ _STORE = {"put", "put_new", "put_parts", "delete"}
 OUTSIDE = {
     "ckpt.flusher.control": "wakes its own thread",
     "ckpt.flusher.heartbeat": "the pulse of a rank in shared memory",
+    "ckpt.ops.ledger": "how ranks spent their time: a report, nothing is restored from it",
     "ckpt.ops.recovery": "timing of the last restart: a report, nothing is restored from it",
     "ckpt.storage.fsspec_store": "requests to a store: tests/crash/test_store_boundaries.py",
     "ckpt.storage.known_nodes": "where other nodes' servers were; asked again at every start",

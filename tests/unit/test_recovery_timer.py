@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from ckpt.errors import CorruptError, NotFoundError
+from ckpt.ops.ends import Ends, ends_of, summary_of
 from ckpt.ops.recovery import RankRecovery, load_recovery, summarize
 from ckpt.storage.lives import Life
 from ckpt.storage.memory import MemoryStore
 from ckpt_proto.v1 import common_pb2
-from ckpt_trainer_hooks.recovery_timer import Ends, RecoveryTimer, ends_of, summary_of
+from ckpt_trainer_hooks.recovery_timer import RecoveryTimer
 
 GROUP = common_pb2.NodeGroup(index=0, count=1, ranks=[0])
 
@@ -26,12 +27,12 @@ def test_crash_begins_with_the_first_death() -> None:
         [life(2, ended_at=102.5, moved_at=100.1, step=10), life(3, ended_at=104.0, moved_at=100.1)]
     )
     found = ends_of([a, None, b])
-    assert found == Ends(cause="crash", failed_at=100.2, reacted_at=102.5, gone_at=104.0, step=10)
+    assert found == Ends(attempt=2, cause="crash", failed_at=100.2, reacted_at=102.5, gone_at=104.0, step=10)
 
 
 def test_hang_begins_with_the_last_progress() -> None:
     found = ends_of([summary_of([life(r, ended_at=160.0 + r, moved_at=100.0 + r) for r in range(3)])])
-    assert found == Ends(cause="hang", failed_at=102.0, reacted_at=160.0, gone_at=162.0, step=9)
+    assert found == Ends(attempt=2, cause="hang", failed_at=102.0, reacted_at=160.0, gone_at=162.0, step=9)
 
 
 def test_slow_steps_are_no_hang() -> None:
@@ -42,9 +43,25 @@ def test_slow_steps_are_no_hang() -> None:
 
 def test_stop_begins_when_managers_were_closed_and_older_attempts_do_not_count() -> None:
     old = summary_of([life(5, ended_at=50.0, moved_at=50.0, attempt=1)])
-    closed = [life(r, ended_at=100.0 + r, moved_at=99.0, closed=True) for r in range(2)]
-    found = ends_of([old, summary_of(closed)])
-    assert found == Ends(cause="stop", failed_at=100.0, reacted_at=101.0, gone_at=101.0, step=9)
+    closed = [life(r, ended_at=100.0 + r, moved_at=99.0, closed=True) for r in range(4)]
+    found = ends_of([old, summary_of(closed[:2]), summary_of(closed[2:])])
+    assert found == Ends(attempt=2, cause="stop", failed_at=100.0, reacted_at=101.0, gone_at=103.0, step=9)
+
+
+@pytest.mark.parametrize(
+    "lives",
+    [
+        [
+            life(r, ended_at=100.0, moved_at=99.0, closed=True) for r in range(3)
+        ],  # a node is lost with its disk
+        [life(r, ended_at=100.0, moved_at=99.0, closed=True, phase="failed") for r in range(4)],
+    ],
+    ids=["one of four is gone", "closed because of an error"],
+)
+def test_managers_that_close_because_of_a_failure_are_no_stop(lives: list[Life]) -> None:
+    found = ends_of([summary_of(lives)])
+    assert found is not None
+    assert (found.cause, found.failed_at) == ("crash", 100.0)
 
 
 def test_nothing_known_of_before() -> None:
@@ -79,7 +96,7 @@ def timed(ends: Ends | None, *, started_at: float, restore_at: float, step: int 
     return record
 
 
-ENDS = Ends(cause="crash", failed_at=100.0, reacted_at=102.0, gone_at=103.0, step=9)
+ENDS = Ends(attempt=2, cause="crash", failed_at=100.0, reacted_at=102.0, gone_at=103.0, step=9)
 
 
 def test_phases_follow_each_other_without_gap() -> None:
@@ -97,7 +114,7 @@ def test_phases_follow_each_other_without_gap() -> None:
         (ENDS, 90.0),  # a warm spare
         (ENDS, 101.0),  # began before the launcher was done with the others
         (
-            Ends(cause="crash", failed_at=130.0, reacted_at=131.0, gone_at=132.0, step=9),
+            Ends(attempt=2, cause="crash", failed_at=130.0, reacted_at=131.0, gone_at=132.0, step=9),
             110.0,
         ),  # a clock is ahead
     ],
@@ -115,7 +132,7 @@ def test_second_restore_of_a_process_is_timed_from_its_call() -> None:
         timer.begin()
         timer.restored(attempt=attempt, rank=0, world_size=1, group=GROUP, checkpoint=None, step=0, ends=ENDS)
         record = timer.first_step()
-    assert record.cause == "start"
+    assert record.cause == "restore"
     assert set(record.phases) == {"locate", "first step"}
 
 

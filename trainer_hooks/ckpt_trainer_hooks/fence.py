@@ -34,9 +34,7 @@ class OptimizerFence:
         self._steps: int | None = None
         self._hooks: list[Any] = []
         for number, optimizer in enumerate(optimizers):
-            self._hooks.append(
-                optimizer.register_step_pre_hook(lambda *_: self._pipeline.before_optimizer_step())
-            )
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
             if number == 0:
                 self._hooks.append(optimizer.register_step_pre_hook(lambda *_: pulse.enter("optimizer")))
                 self._hooks.append(optimizer.register_step_post_hook(self._after_step))
@@ -61,6 +59,11 @@ class OptimizerFence:
                 optimizer_steps=start + self._steps,
                 hint="pass the number of completed steps to save(), or the iteration to step()",
             )
+
+    def _before_step(self, *_: object) -> None:
+        if self._pipeline.is_capturing:
+            with self._pulse.phase("save"):  # what is waited for here is the price of the save
+                self._pipeline.before_optimizer_step()
 
     def _after_step(self, *_: object) -> None:
         self._pulse.enter("train")

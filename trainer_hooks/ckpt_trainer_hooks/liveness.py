@@ -68,7 +68,11 @@ class Pulse:
         self._names: dict[str, bytes] = {}
         self._phase, self._step, self._moves = "start", 0, 0
         self._moved_ns = time.monotonic_ns()
-        self._spent: dict[str, int] = {}
+        self._spent: dict[str, int] = {}  # ns by phase, of the step under way
+        self._whole: dict[str, int] = {}  # of all steps but the first, which is in the time of a restart
+        self._under_way: tuple[str, int, dict[str, int]] | None = (
+            None  # phase, since when, _whole; read as one
+        )
         self._steps: deque[dict[str, int]] = deque(maxlen=_KEPT_STEPS)
         self._counts = False  # whether the step under way is to be measured
         self._thread, self._native = threading.get_ident(), threading.get_native_id()
@@ -87,6 +91,7 @@ class Pulse:
         self._details.cohort = digest_hex(repr(peers).encode())[:8]
         self._steps.clear()
         self._samples.clear()
+        self._whole, self._under_way = {}, None
         self._counts = False
         self._thread, self._native = threading.get_ident(), threading.get_native_id()
         self.enter("train")
@@ -94,7 +99,11 @@ class Pulse:
     def enter(self, phase: str) -> None:
         """The training thread begins ``phase``."""
         now = time.monotonic_ns()
-        self._spent[self._phase] = self._spent.get(self._phase, 0) + now - self._moved_ns
+        ended, spent = self._phase, now - self._moved_ns
+        self._spent[ended] = self._spent.get(ended, 0) + spent
+        if self._counts:
+            self._whole = {**self._whole, ended: self._whole.get(ended, 0) + spent}
+            self._under_way = (phase, now, self._whole)
         self._phase, self._moved_ns = phase, now
         self._moves += 1
         name = self._names.get(phase) or self._names.setdefault(phase, _encoded(phase))
@@ -167,6 +176,11 @@ class Pulse:
         pulse.phase_s.clear()
         for name in {name for step in steps for name in step}:
             pulse.phase_s[name] = median(step.get(name, 0) for step in steps) * 1e-9
+        pulse.spent_s.clear()
+        if self._under_way is not None:
+            phase, since, whole = self._under_way
+            for name, spent in {**whole, phase: whole.get(phase, 0) + time.monotonic_ns() - since}.items():
+                pulse.spent_s[name] = spent * 1e-9
 
 
 def _stack(frame: FrameType | None) -> list[tuple[str, int, str]]:

@@ -438,7 +438,8 @@ class CheckpointManager(LoopMethods):
     def _save(self, step: int, *, on_busy: str | None = None) -> SaveHandle:
         self._check_open()
         group = self._session.group if self._session is not None else None
-        handle = self._saver.save(step, group, on_busy=on_busy)
+        with self._watch.pulse.phase("save"):
+            handle = self._saver.save(step, group, on_busy=on_busy)
         if not handle.skipped:
             self._watch.saved(handle)
         return handle

@@ -199,6 +199,11 @@ class SavePipeline:
         if self._arena_free is not None:
             self._arena_free.exception(timeout_s)
 
+    @property
+    def is_capturing(self) -> bool:
+        """Whether an overlapped copy has not been waited for yet."""
+        return self._capture is not None
+
     def before_optimizer_step(self) -> None:
         """Fence for an overlapped capture; costs nothing when none is running."""
         capture = self._capture

@@ -17,78 +17,16 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 
 from ckpt.clock import SystemClock
+from ckpt.ops.ends import Ends
 from ckpt.ops.recovery import RankRecovery
-from ckpt.storage.lives import Life
 from ckpt.storage.procfs import process_started_at
 from ckpt_proto.v1 import common_pb2
 
-__all__ = ["Ends", "RecoveryTimer", "ends_of"]
-
-_HANG_LEAST_S = 5.0  # between the last progress and the first death, from which on it was a hang
-_HANG_STEPS = 3.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ends:
-    """How the attempt before ended, as far as nodes saw it. Unix seconds.
-
-    Attributes:
-        cause: "crash", "hang" or "stop".
-        failed_at: when it stopped getting on.
-        reacted_at: when its second process ended, by itself or by the launcher.
-        gone_at: when its last process ended.
-        step: optimizer steps that it had completed.
-    """
-
-    cause: str
-    failed_at: float
-    reacted_at: float
-    gone_at: float
-    step: int
-
-
-def summary_of(lives: Sequence[Life]) -> dict[str, float | int | bool] | None:
-    """What a node tells the others of ``lives``; the same size however many ranks it has."""
-    if not lives:
-        return None
-    ended = sorted(life.ended_at or life.seen_at for life in lives)
-    return {
-        "attempt": lives[0].attempt,
-        "moved_at": max(life.moved_at for life in lives),
-        "first": ended[0],
-        "second": ended[1] if len(ended) > 1 else ended[0],
-        "last": ended[-1],
-        "count": len(ended),
-        "step": max(life.step for life in lives),
-        "step_s": max(life.step_s for life in lives),
-        "closed": all(life.closed for life in lives),
-    }
-
-
-def ends_of(summaries: Sequence[Mapping[str, float | int | bool] | None]) -> Ends | None:
-    """Put the nodes' summaries together; None where nothing is known of an attempt before."""
-    known = [told for told in summaries if told is not None]
-    newest = max((told["attempt"] for told in known), default=0)
-    known = [told for told in known if told["attempt"] == newest]
-    if not known:
-        return None
-    firsts = sorted(end for told in known for end in (told["first"], told["second"])[: int(told["count"])])
-    first, gone_at = float(firsts[0]), float(max(told["last"] for told in known))
-    moved_at = float(max(told["moved_at"] for told in known))
-    patience = max(_HANG_LEAST_S, _HANG_STEPS * float(max(told["step_s"] for told in known)))
-    if all(told["closed"] for told in known):
-        cause, failed_at = "stop", first
-    elif first - moved_at > patience:
-        cause, failed_at = "hang", moved_at
-    else:
-        cause, failed_at = "crash", first
-    reacted_at = float(firsts[1]) if len(firsts) > 1 and cause != "hang" else first
-    step = int(max(told["step"] for told in known))
-    return Ends(cause=cause, failed_at=failed_at, reacted_at=reacted_at, gone_at=gone_at, step=step)
+__all__ = ["RecoveryTimer"]
 
 
 class RecoveryTimer:
@@ -145,13 +83,18 @@ class RecoveryTimer:
             group=group.index,
             group_count=group.count,
             group_ranks=list(group.ranks),
-            cause=self._ends.cause if self._ends is not None else "start",
+            cause=self._cause(),
             failed_at=0.0,
             first_step_at=0.0,
             checkpoint=checkpoint,
             lost_steps=max(0, self._ends.step - step) if self._ends is not None else 0,
             phases={},
         )
+
+    def _cause(self) -> str:
+        if not self._is_first:
+            return "restore"
+        return self._ends.cause if self._ends is not None else "start"
 
     @property
     def is_waiting(self) -> bool:

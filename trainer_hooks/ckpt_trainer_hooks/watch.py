@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
 
 from ckpt.errors import CkptError
@@ -14,14 +15,15 @@ from ckpt.events import event, get_logger
 from ckpt.format.ids import CheckpointId
 from ckpt.format.keys import run_key
 from ckpt.ops.attempts import starts_from
+from ckpt.ops.ends import Ends, ends_of, summary_of
 from ckpt.ops.recovery import RankRecovery, write_rank_recovery
-from ckpt.storage.lives import read_lives, sweep_lives
+from ckpt.storage.lives import FAILED_PHASE, read_lives, sweep_lives
 from ckpt.storage.open import open_store
 from ckpt.storage.staging import RunConfig, StagingDir
 from ckpt_trainer_hooks.agree import Agreement
 from ckpt_trainer_hooks.handle import SaveHandle
 from ckpt_trainer_hooks.liveness import TICK_S, Pulse
-from ckpt_trainer_hooks.recovery_timer import Ends, RecoveryTimer, ends_of, summary_of
+from ckpt_trainer_hooks.recovery_timer import RecoveryTimer
 from ckpt_trainer_hooks.session import Session
 from ckpt_trainer_hooks.stop_agreement import StopAgreement
 from ckpt_trainer_hooks.stop_options import StopOptions, StopReason
@@ -184,10 +186,14 @@ class Watch:
     def close(self) -> None:
         """End the thread; signals are as they were before."""
         self._stopper.disarm()
+        # The error under which a `with` block is left, or the one that has ended the interpreter.
+        if isinstance(sys.exc_info()[1] or getattr(sys, "last_value", None), Exception):
+            self.pulse.enter(FAILED_PHASE)
         self._ended.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(5.0)
         self._write_recovery()
+        self.pulse.tick()  # the last word, for the ledger
         self.pulse.close()
 
     # --- the thread ---

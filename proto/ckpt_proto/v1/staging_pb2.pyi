@@ -127,7 +127,7 @@ class StatusResponse(_message.Message):
     def __init__(self, steps: _Optional[_Iterable[_Union[StepStatus, _Mapping]]] = ..., server_version: _Optional[str] = ..., oldest_pending_s: _Optional[float] = ..., embedded: bool = ..., ranks: _Optional[_Iterable[_Union[RankHealth, _Mapping]]] = ..., draining: bool = ..., replicated_bytes: _Optional[int] = ...) -> None: ...
 
 class RankPulse(_message.Message):
-    __slots__ = ("run_key", "attempt", "rank", "world_size", "cohort", "step", "phase", "still_s", "step_s", "phase_s", "busy_s", "collectives", "waits", "computes", "is_stopped", "where", "kernel", "stacks", "ended", "pid", "node")
+    __slots__ = ("run_key", "attempt", "rank", "world_size", "cohort", "step", "phase", "still_s", "step_s", "phase_s", "busy_s", "collectives", "waits", "computes", "is_stopped", "where", "kernel", "stacks", "ended", "pid", "node", "spent_s")
     class Ended(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         ENDED_UNSPECIFIED: _ClassVar[RankPulse.Ended]
@@ -137,6 +137,13 @@ class RankPulse(_message.Message):
     ENDED_CLOSED: RankPulse.Ended
     ENDED_DIED: RankPulse.Ended
     class PhaseSEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class SpentSEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -164,6 +171,7 @@ class RankPulse(_message.Message):
     ENDED_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
+    SPENT_S_FIELD_NUMBER: _ClassVar[int]
     run_key: str
     attempt: int
     rank: int
@@ -185,7 +193,8 @@ class RankPulse(_message.Message):
     ended: RankPulse.Ended
     pid: int
     node: str
-    def __init__(self, run_key: _Optional[str] = ..., attempt: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., cohort: _Optional[str] = ..., step: _Optional[int] = ..., phase: _Optional[str] = ..., still_s: _Optional[float] = ..., step_s: _Optional[float] = ..., phase_s: _Optional[_Mapping[str, float]] = ..., busy_s: _Optional[float] = ..., collectives: _Optional[int] = ..., waits: bool = ..., computes: bool = ..., is_stopped: bool = ..., where: _Optional[str] = ..., kernel: _Optional[str] = ..., stacks: _Optional[str] = ..., ended: _Optional[_Union[RankPulse.Ended, str]] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ...) -> None: ...
+    spent_s: _containers.ScalarMap[str, float]
+    def __init__(self, run_key: _Optional[str] = ..., attempt: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., cohort: _Optional[str] = ..., step: _Optional[int] = ..., phase: _Optional[str] = ..., still_s: _Optional[float] = ..., step_s: _Optional[float] = ..., phase_s: _Optional[_Mapping[str, float]] = ..., busy_s: _Optional[float] = ..., collectives: _Optional[int] = ..., waits: bool = ..., computes: bool = ..., is_stopped: bool = ..., where: _Optional[str] = ..., kernel: _Optional[str] = ..., stacks: _Optional[str] = ..., ended: _Optional[_Union[RankPulse.Ended, str]] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ..., spent_s: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
     __slots__ = ()
