@@ -4,10 +4,15 @@ In lock-step training one rank that hangs soon makes all others wait in a collec
 behind, never those that wait for it. These tell them apart, in this order: a process that the kernel has
 stopped; a training thread that is not in a collective while others wait in one; where all are in collectives,
 the one whose step or number of collectives is below that of the others, or that is in another function.
+
+On GPUs the host often waits for the device, where a collective or a kernel does not end. That is told by the
+function it is in (``torch.cuda.synchronize``, a stream's or an event's); whether the device computes or waits
+for other ranks cannot be told from outside. So such a rank is named only where nobody else is to blame.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +27,8 @@ RankState = Literal["ok", "slow", "waiting", "hung", "dead", "silent", "ended"]
 
 _SLOW_LEAST_S = 0.02  # differences below this are noise of a scheduler
 _MOST_NAMED = 8
+# Source: torch/cuda/__init__.py, torch/cuda/streams.py, torch/accelerator/__init__.py of torch 2.13.
+_ON_DEVICE = re.compile(r"synchronize \((__init__|streams)\.py:\d+\)", re.ASCII)
 _MANY = 16
 
 
@@ -92,6 +99,11 @@ class RankFacts:
         return self.where.partition(" ")[0]
 
     @property
+    def waits_for_device(self) -> bool:
+        """Whether the host waits for the GPU, by the innermost function of the training thread."""
+        return _ON_DEVICE.match(self.where) is not None
+
+    @property
     def place(self) -> tuple[int, int]:
         """How far it is, for comparison."""
         return self.step, self.collectives
@@ -156,7 +168,12 @@ def _judge_still(
         return []
     culprits = sorted(v.rank for v in known if v.state in ("hung", "dead", "silent"))
     waiting = [facts for facts in still if facts.waits]
-    others = [facts for facts in still if not facts.waits]
+    on_device = [facts for facts in still if not facts.waits and facts.waits_for_device]
+    others = [facts for facts in still if not facts.waits and not facts.waits_for_device]
+    if others or culprits:
+        waiting += on_device
+    else:
+        others = on_device
     verdicts = [_judge_outside(facts, bool(waiting or culprits)) for facts in others]
     culprits += [verdict.rank for verdict in verdicts if verdict.state == "hung"]
     late = [facts for facts in running if facts not in still and waiting and facts.place < waiting[0].place]
@@ -170,6 +187,9 @@ def _judge_outside(facts: RankFacts, is_waited_for: bool) -> RankVerdict:
     """One that stands still outside collectives: hung, unless it just computes for long and nobody waits."""
     what = f"no progress for {facts.still_s:.1f} s in phase {facts.phase}"
     where = f", at {facts.where}" if facts.where else ""
+    if facts.waits_for_device:
+        why = "waits for the device, where a kernel or a collective does not end"
+        return RankVerdict(rank=facts.rank, state="hung", reason=f"{what}: {why}{where}")
     if is_waited_for or not facts.computes:
         return RankVerdict(rank=facts.rank, state="hung", reason=f"{what}{where}")
     return RankVerdict(rank=facts.rank, state="ok", reason=f"{what}, but it computes{where}")

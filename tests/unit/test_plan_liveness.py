@@ -85,6 +85,34 @@ def test_ranks_of_one_node_that_all_wait_do_not_accuse_each_other() -> None:
     assert "another node" in reasons(*found)[0]
 
 
+SYNCHRONIZE = "synchronize (__init__.py:1085) < train_step (train.py:52) < main (train.py:160)"
+EVENT = "synchronize (streams.py:231) < logged_loss (train.py:61) < main (train.py:160)"
+
+
+def test_ranks_whose_hosts_wait_for_the_device_wait_for_the_one_that_is_stuck_elsewhere() -> None:
+    ranks = [
+        rank(0, still_s=9.0, where=SYNCHRONIZE),
+        rank(1, still_s=9.0, where="read (loader.py:7)"),
+        rank(2, still_s=9.0, where=EVENT),
+    ]
+    found = judge_ranks(ranks, POLICY)
+    assert [verdict.state for verdict in found] == ["waiting", "hung", "waiting"]
+    assert "for rank 1" in found[0].reason
+
+
+def test_hang_on_the_device_is_called_so_where_nobody_else_is_to_blame() -> None:
+    found = judge_ranks([rank(n, still_s=9.0, where=SYNCHRONIZE) for n in range(2)], POLICY)
+    assert [verdict.state for verdict in found] == ["hung", "hung"]
+    assert all("waits for the device" in verdict.reason for verdict in found)
+    # One whose kernel does not end, while the others wait in a collective on the host.
+    others = [rank(n, still_s=9.0, waits=True, where="all_reduce (distributed_c10d.py:9)") for n in (0, 1)]
+    found = judge_ranks([*others, rank(2, still_s=9.0, where=EVENT)], POLICY)
+    assert [verdict.state for verdict in found] == ["waiting", "waiting", "hung"]
+    # A function of that name elsewhere is the program's own affair.
+    (mine,) = judge_ranks([rank(0, still_s=9.0, where="synchronize (my_cache.py:3)")], POLICY)
+    assert "device" not in mine.reason
+
+
 def test_dead_silent_and_ended() -> None:
     found = [waiting(0), rank(1, ended="died"), rank(2, age_s=30.0), rank(3, ended="closed")]
     assert states(*found) == ["waiting", "dead", "silent", "ended"]
