@@ -35,8 +35,11 @@ class Backend(Protocol):
         """Release connections."""
         ...
 
-    def listing(self, url: str) -> Listing:
-        """Every checkpoint of the run; reads keys only. Raises NotFoundError: no run there."""
+    def listing(self, url: str, *, with_copies: bool = False) -> Listing:
+        """Every checkpoint of the run; reads keys only. Raises NotFoundError: no run there.
+
+        With ``with_copies`` nodes are asked what they hold: this one, or all that the server knows of.
+        """
         ...
 
     def details(self, url: str, checkpoints: Sequence[str]) -> dict[str, Details | CkptError]:

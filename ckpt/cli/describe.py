@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ckpt.cli.records import Details, MeshRow, Problem, SegmentRow, Shown, TensorRow
+from ckpt.cli.records import CopiesRow, Details, MeshRow, Problem, SegmentRow, Shown, TensorRow
 from ckpt.errors import CkptError
 from ckpt.format.ids import CheckpointId
 from ckpt.format.keys import own_object_key
@@ -40,6 +40,7 @@ def describe(
     *,
     pinned: bool,
     local_paths: Mapping[int, str],
+    copies: Iterable[CopiesRow],
 ) -> Shown:
     """Return a checkpoint in full.
 
@@ -48,6 +49,7 @@ def describe(
         manifest, layouts, segments: as stored.
         pinned: whether it is.
         local_paths: the sealed copies, by rank.
+        copies: what nodes hold of it.
     """
     ident = CheckpointId.from_proto(manifest.id)
     return Shown(
@@ -77,6 +79,7 @@ def describe(
             )
             for segment in sorted(segments, key=lambda item: item.rank)
         ],
+        copies=list(copies),
     )
 
 

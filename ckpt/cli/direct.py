@@ -11,6 +11,7 @@ from pathlib import Path
 from ckpt.cli.backend import OnBytes, OnDeleted, OnSwept
 from ckpt.cli.describe import describe, details_of, problem_of
 from ckpt.cli.records import (
+    CopiesRow,
     Details,
     Listing,
     MendedRow,
@@ -28,6 +29,7 @@ from ckpt.cli.records import (
 from ckpt.errors import CkptError, CorruptError, NotFoundError
 from ckpt.events import get_logger
 from ckpt.format import keys
+from ckpt.format.held import Held
 from ckpt.format.ids import CheckpointId, split_run_url
 from ckpt.ops.catalog import (
     CheckpointInfo,
@@ -39,6 +41,7 @@ from ckpt.ops.catalog import (
     require_run,
     resolve,
 )
+from ckpt.ops.holdings import node_holdings
 from ckpt.ops.pins import is_pinned, list_pins, pin, unpin
 from ckpt.plan.retention import Verdict, newest_first
 from ckpt.storage.base import Store
@@ -67,7 +70,7 @@ class DirectBackend:
         for store in self._stores.values():
             store.close()
 
-    def listing(self, url: str) -> Listing:
+    def listing(self, url: str, *, with_copies: bool = False) -> Listing:
         store = self._store(url)
         committed = {info.ident: info for info in list_checkpoints(store)}
         local = self._staging.sealed_checkpoints(keys.run_key(url))
@@ -79,8 +82,18 @@ class DirectBackend:
             chosen = latest(store)
         except CorruptError as error:
             problem = problem_of(error)
+        copies: dict[CheckpointId, list[CopiesRow]] | None = None
+        if with_copies:
+            copies = {held.ident: [_copies(held)] for held in node_holdings(self._staging, keys.run_key(url))}
         rows = [
-            _row(ident, committed.get(ident), chosen=chosen, pinned=ident in pins, is_local=ident in local)
+            _row(
+                ident,
+                committed.get(ident),
+                chosen=chosen,
+                pinned=ident in pins,
+                is_local=ident in local,
+                copies=None if copies is None else copies.get(ident, []),
+            )
             for ident in newest_first([*committed, *local])
         ]
         return Listing(rows=rows, problem=problem)
@@ -111,6 +124,7 @@ class DirectBackend:
                 rank: str(self._staging.segment_path(run_key, opened.ident, rank))
                 for rank in self._staging.sealed_ranks(run_key, opened.ident)
             },
+            copies=map(_copies, node_holdings(self._staging, run_key, opened.ident)),
         )
 
     def verify(self, url: str, checkpoint: str, *, deep: bool, on_bytes: OnBytes) -> Verified:
@@ -243,6 +257,7 @@ def _row(
     chosen: CheckpointId | None,
     pinned: bool,
     is_local: bool,
+    copies: list[CopiesRow] | None,
 ) -> Row:
     return Row(
         checkpoint=str(ident),
@@ -253,7 +268,12 @@ def _row(
         latest=ident == chosen,
         pinned=pinned,
         local=is_local,
+        copies=copies,
     )
+
+
+def _copies(held: Held) -> CopiesRow:
+    return CopiesRow(node="this node", here=True, ranks=list(held.own), replica_ranks=list(held.replicas))
 
 
 @contextmanager

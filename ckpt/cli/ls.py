@@ -13,7 +13,7 @@ from ckpt.errors import CkptError, CorruptError, InvalidInputError
 from ckpt.urls import absolute_url
 
 if TYPE_CHECKING:
-    from ckpt.cli.records import Details, Listing, Row
+    from ckpt.cli.records import CopiesRow, Details, Listing, Row
     from ckpt.cli.render import Cell, Column
 
 __all__ = ["list_command", "runs_command"]
@@ -25,7 +25,10 @@ def list_command(
     limit: Annotated[int, typer.Option(min=0, metavar="N", help="Show the newest N.")] = 20,
     show_all: Annotated[bool, typer.Option("--all", help="Show every one; sizes only with --long.")] = False,
     long: Annotated[
-        bool, typer.Option("--long", help="Read the manifest of everything shown; more columns.")
+        bool,
+        typer.Option(
+            "--long", help="Read the manifest of everything shown, ask nodes for copies; more columns."
+        ),
     ] = False,
     server: ServerOptions,
     store: StoreOptions,
@@ -35,13 +38,16 @@ def list_command(
 
     With --json every one is listed; "details" is null where the manifest was not read.
 
+    ON NODES (--long): how many copies of every rank's segment lie on nodes: on this one, and with --server
+    on all that the server knows of the run.
+
     Marks: latest (what a restore would choose), pinned, local (also in the staging directory), staged
     (only there: not committed yet), damaged (its manifest cannot be read).
     """
     url = absolute_url(url)
     backend = open_backend(server, store)
     try:
-        listing = backend.listing(url)
+        listing = backend.listing(url, with_copies=long)
         shown = listing.rows if show_all or output.json else listing.rows[:limit]
         wanted = [row.checkpoint for row in _detailed(shown, limit, show_all, long) if row.committed]
         details = backend.details(url, wanted)
@@ -153,6 +159,8 @@ def _columns(with_details: bool, long: bool) -> list[Column]:
         columns += [Column("SIZE", right=True), Column("RANKS", right=True)]
     if with_details and long:
         columns += [Column("TENSORS", right=True), Column("RESUMED FROM")]
+    if long:
+        columns += [Column("ON NODES")]
     return [*columns, Column("MARKS")]
 
 
@@ -165,6 +173,8 @@ def _cells(row: Row, found: Details | CkptError | None, with_details: bool, long
         cells += [human_bytes(known.nbytes), str(known.world_size)] if known else ["-", "-"]
     if with_details and long:
         cells += [str(known.tensor_count), known.parent or "-"] if known else ["-", "-"]
+    if long:
+        cells.append(_on_nodes(row.copies or [], known.world_size if known else None))
     flags = {
         "latest": row.latest,
         "pinned": row.pinned,
@@ -174,3 +184,17 @@ def _cells(row: Row, found: Details | CkptError | None, with_details: bool, long
     }
     style = "bold red" if flags["damaged"] else "green" if row.latest else "yellow" if flags["staged"] else ""
     return [*cells, Cell(" ".join(name for name, is_set in flags.items() if is_set), style)]
+
+
+def _on_nodes(copies: list[CopiesRow], world_size: int | None) -> str:
+    """ "2 x 8 ranks": each rank has so many copies on nodes; else which ranks have any."""
+    from collections import Counter
+
+    from ckpt.cli.render import counted, human_ranks
+
+    by_rank = Counter(rank for node in copies for rank in (*node.ranks, *node.replica_ranks))
+    if not by_rank:
+        return "-"
+    if world_size is not None and len(by_rank) == world_size:
+        return f"{min(by_rank.values())} x {counted(world_size, 'rank')}"
+    return f"ranks {human_ranks(sorted(by_rank))}"

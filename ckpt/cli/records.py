@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 __all__ = [
+    "CopiesRow",
     "Details",
     "Listing",
     "MendedRow",
@@ -50,6 +51,25 @@ class Details:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CopiesRow:
+    """What one node holds of a checkpoint.
+
+    Attributes:
+        node: address of its server, else the host's name.
+        here: the node that was asked.
+        ranks: sealed there.
+        replica_ranks: replicas of other nodes' segments.
+        problem: why the node does not say.
+    """
+
+    node: str
+    here: bool
+    ranks: list[int]
+    replica_ranks: list[int]
+    problem: Problem | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One checkpoint of a listing.
 
@@ -61,6 +81,7 @@ class Row:
         latest: what a restore would choose.
         pinned: retention leaves it alone.
         local: at least one of its segments is in the staging directory (of the server, where one is asked).
+        copies: what nodes hold of it; None: they were not asked.
     """
 
     checkpoint: str
@@ -71,6 +92,7 @@ class Row:
     latest: bool
     pinned: bool
     local: bool
+    copies: list[CopiesRow] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +173,8 @@ class SegmentRow:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
     """One checkpoint in full. ``committed_at`` is by the committer's clock; ``stored_nbytes`` is what its own
-    objects take: compressed, without chunks that lie in older checkpoints' objects.
+    objects take: compressed, without chunks that lie in older checkpoints' objects. ``copies`` is what nodes
+    hold of it: this one, and through a server every one that it knows of the run.
     """
 
     url: str
@@ -171,6 +194,7 @@ class Shown:
     environment: Mapping[str, str]
     tensors: list[TensorRow]
     segments: list[SegmentRow]
+    copies: list[CopiesRow]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from ckpt.cli.backend import OnBytes, OnDeleted, OnSwept
 from ckpt.cli.describe import describe, details_of, problem_of
 from ckpt.cli.records import (
+    CopiesRow,
     Details,
     Listing,
     MendedRow,
@@ -47,12 +48,13 @@ class RemoteBackend:
     def close(self) -> None:
         self._client.close()
 
-    def listing(self, url: str) -> Listing:
-        found, chosen, problem = self._list(url)
+    def listing(self, url: str, *, with_copies: bool = False) -> Listing:
+        found, chosen, problem = self._list(url, with_copies=with_copies)
         if not found:
             self._require_run(url)
         return Listing(
-            rows=[_row(info, chosen) for info in found], problem=problem_of(problem) if problem else None
+            rows=[_row(info, chosen, with_copies=with_copies) for info in found],
+            problem=problem_of(problem) if problem else None,
         )
 
     def details(self, url: str, checkpoints: Sequence[str]) -> dict[str, Details | CkptError]:
@@ -74,6 +76,7 @@ class RemoteBackend:
             reply.segments,
             pinned=reply.pinned,
             local_paths={copy.rank: copy.path for copy in reply.local_copies},
+            copies=map(_copies, reply.copies),
         )
 
     def verify(self, url: str, checkpoint: str, *, deep: bool, on_bytes: OnBytes) -> Verified:
@@ -157,12 +160,12 @@ class RemoteBackend:
         return RunRow(run=name, url=url, checkpoints=count, latest=str(chosen) if chosen else None)
 
     def _list(
-        self, url: str
+        self, url: str, *, with_copies: bool = False
     ) -> tuple[list[catalog_pb2.CheckpointInfo], CheckpointId | None, CkptError | None]:
         """Every checkpoint; the latest; why that is not known."""
         found: list[catalog_pb2.CheckpointInfo] = []
         chosen, problem = None, None
-        for page in self._client.list_pages(url, page_size=_PAGE_SIZE):
+        for page in self._client.list_pages(url, page_size=_PAGE_SIZE, with_copies=with_copies):
             found += page.checkpoints
             if page.HasField("latest"):
                 chosen = CheckpointId.from_proto(page.latest)
@@ -176,7 +179,7 @@ class RemoteBackend:
             raise NotFoundError("there is no run at this URL", code="no-run", url=url)
 
 
-def _row(info: catalog_pb2.CheckpointInfo, chosen: CheckpointId | None) -> Row:
+def _row(info: catalog_pb2.CheckpointInfo, chosen: CheckpointId | None, *, with_copies: bool) -> Row:
     ident = CheckpointId.from_proto(info.id)
     committed = info.location != "local"
     return Row(
@@ -188,4 +191,15 @@ def _row(info: catalog_pb2.CheckpointInfo, chosen: CheckpointId | None) -> Row:
         latest=ident == chosen,
         pinned=info.pinned,
         local=info.location != "remote",
+        copies=list(map(_copies, info.copies)) if with_copies else None,
+    )
+
+
+def _copies(copies: catalog_pb2.NodeCopies) -> CopiesRow:
+    return CopiesRow(
+        node=copies.node,
+        here=copies.here,
+        ranks=list(copies.ranks),
+        replica_ranks=list(copies.replica_ranks),
+        problem=problem_of(error_from_info(copies.problem)) if copies.HasField("problem") else None,
     )

@@ -14,7 +14,7 @@ from ckpt.errors import NotFoundError
 from ckpt.urls import absolute_url
 
 if TYPE_CHECKING:
-    from ckpt.cli.records import SegmentRow, Shown, TensorRow
+    from ckpt.cli.records import CopiesRow, SegmentRow, Shown, TensorRow
 
 __all__ = ["show_command"]
 
@@ -88,11 +88,23 @@ def _facts(shown: Shown) -> list[tuple[str, str]]:
         ("resumed from", shown.parent or "a fresh start"),
         ("remote copy", f"{_ranks(shown.segments)} in {shown.url}"),
         ("local copy", local),
+        *[("on node", _on_node(copies)) for copies in shown.copies],
     ]
     if shown.references:
         facts.append(("has chunks in", ", ".join(shown.references)))
     environment = " ".join(f"{key}={value}" for key, value in shown.environment.items())
     return [*facts, ("environment", environment or "-")]
+
+
+def _on_node(copies: CopiesRow) -> str:
+    from ckpt.cli.render import human_ranks
+
+    if copies.problem is not None:
+        return f"{copies.node}: does not say ({copies.problem.message})"
+    parts = [f"ranks {human_ranks(copies.ranks)}"] if copies.ranks else []
+    parts += [f"replicas of ranks {human_ranks(copies.replica_ranks)}"] if copies.replica_ranks else []
+    here = "" if not copies.here or copies.node == "this node" else " (this node)"
+    return f"{copies.node}{here}: {', '.join(parts) or 'nothing'}"
 
 
 def _stored(shown: Shown) -> str:

@@ -37,11 +37,15 @@ class CatalogClient(Client):
         for page in self.list_pages(url, page_size=page_size):
             yield from page.checkpoints
 
-    def list_pages(self, url: str, *, page_size: int = 0) -> Iterator[catalog_pb2.ListCheckpointsResponse]:
+    def list_pages(
+        self, url: str, *, page_size: int = 0, with_copies: bool = False
+    ) -> Iterator[catalog_pb2.ListCheckpointsResponse]:
         """Yield the pages themselves, at least one; the first one names the latest. Raises CkptError."""
         token = ""
         while True:
-            request = catalog_pb2.ListCheckpointsRequest(url=url, page_size=page_size, page_token=token)
+            request = catalog_pb2.ListCheckpointsRequest(
+                url=url, page_size=page_size, page_token=token, with_copies=with_copies
+            )
             reply = self._connection.call(self._stub.ListCheckpoints, request)
             yield reply
             token = reply.next_page_token

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 import grpc
 
 from ckpt.client.repair import repair
+from ckpt.client.whereabouts import find_copies
 from ckpt.errors import CorruptError, InvalidInputError
 from ckpt.format import keys
 from ckpt.format.ids import CheckpointId
@@ -66,6 +67,7 @@ class CatalogService(catalog_pb2_grpc.CatalogServicer):
         local = self._staging.sealed_checkpoints(keys.run_key(request.url))
         pins = list_pins(store)
         rows = _merge(list_checkpoints(store), local)
+        copies = self._by_checkpoint(request.url) if request.with_copies else {}
         response = catalog_pb2.ListCheckpointsResponse() if after else _first_page(store)
         for ident, info in rows:
             if after is not None and _order(ident) >= _order(after):
@@ -74,7 +76,9 @@ class CatalogService(catalog_pb2_grpc.CatalogServicer):
                 last = CheckpointId.from_proto(response.checkpoints[-1].id)
                 response.next_page_token = str(last)
                 break
-            response.checkpoints.append(_row(ident, info, is_local=ident in local, pinned=ident in pins))
+            row = _row(ident, info, is_local=ident in local, pinned=ident in pins)
+            row.copies.extend(copies.get(ident, ()))
+            response.checkpoints.append(row)
         return response
 
     def GetManifest(
@@ -93,6 +97,7 @@ class CatalogService(catalog_pb2_grpc.CatalogServicer):
             segments=checkpoint.summaries(),
             pinned=is_pinned(checkpoint.store, checkpoint.ident),
             local_copies=self._copies(request.url, checkpoint.ident),
+            copies=self._on_nodes(request.url, checkpoint.ident),
         )
 
     def Pin(self, request: catalog_pb2.PinRequest, context: grpc.ServicerContext) -> catalog_pb2.PinResponse:
@@ -179,6 +184,29 @@ class CatalogService(catalog_pb2_grpc.CatalogServicer):
             catalog_pb2.LocalCopy(rank=rank, path=str(self._staging.segment_path(run_key, ident, rank)))
             for rank in self._staging.sealed_ranks(run_key, ident)
         ]
+
+    def _on_nodes(self, url: str, ident: CheckpointId) -> list[catalog_pb2.NodeCopies]:
+        """What every node says of one checkpoint, those that hold nothing or do not answer too."""
+        found = []
+        for place in find_copies(self._staging, keys.run_key(url), self._access, ident):
+            copies = catalog_pb2.NodeCopies(node=place.node, here=place.is_here)
+            for held in place.held:
+                copies.ranks.extend(held.own)
+                copies.replica_ranks.extend(held.replicas)
+            if place.problem is not None:
+                copies.problem.CopyFrom(error_to_info(place.problem))
+            found.append(copies)
+        return found
+
+    def _by_checkpoint(self, url: str) -> dict[CheckpointId, list[catalog_pb2.NodeCopies]]:
+        found: dict[CheckpointId, list[catalog_pb2.NodeCopies]] = {}
+        for place in find_copies(self._staging, keys.run_key(url), self._access):
+            for held in place.held:
+                copies = catalog_pb2.NodeCopies(
+                    node=place.node, here=place.is_here, ranks=held.own, replica_ranks=held.replicas
+                )
+                found.setdefault(held.ident, []).append(copies)
+        return found
 
 
 def _first_page(store: Store) -> catalog_pb2.ListCheckpointsResponse:

@@ -16,6 +16,7 @@ from ckpt.ops.catalog import latest, load_checkpoint
 from ckpt.ops.fetch import fetch_tensor
 from ckpt.ops.verify import verify_deep
 from ckpt.storage.open import open_store
+from tests.support.cli import Cli
 from tests.support.faultproxy import FaultProxy
 from tests.support.nodes import Cluster, cluster
 from tests.support.s3 import Ministack
@@ -58,6 +59,37 @@ def test_replicas_lie_in_another_domain_and_are_whole(three: Cluster) -> None:
 
     eventually(lambda: shown() == {0: [target], 1: [target]}, what="status names the node")
     assert status.state == State.STATE_COMMITTED
+
+
+def test_commands_that_ask_a_server_say_on_which_nodes_copies_are(three: Cluster, tmp_path: Path) -> None:
+    three.configure()
+    three.seal(ID)
+    three.servers[0].wait_for(three.run_key, ID)
+    eventually(lambda: [three.held(n, ID) for n in range(3)] == [[3], [0, 1], [2]], what="every replica")
+    cli = Cli(tmp_path / "elsewhere")
+    cli.env["CKPT_SERVER"] = three.servers[0].target
+    targets = [node.target for node in three.peers()]
+    expected = [([0, 1], [3]), ([2], [0, 1]), ([3], [2])]
+
+    found = cli.json("show", three.url)["copies"]
+    assert [(one["ranks"], one["replica_ranks"]) for one in found] == expected
+    assert [one["node"] for one in found] == targets
+    assert [one["here"] for one in found] == [True, False, False]
+    assert f"{targets[1]}: ranks 2, replicas of ranks 0-1" in cli.run("show", three.url).stdout
+    (row,) = cli.json("list", three.url, "--long")["checkpoints"]
+    assert [(one["ranks"], one["replica_ranks"]) for one in row["copies"]] == expected
+    assert cli.json("list", three.url)["checkpoints"][0]["copies"] is None
+    assert "2 x 4 ranks" in cli.run("list", three.url, "--long").stdout
+
+    three.lose(2)
+    lost = cli.json("show", three.url)["copies"][2]
+    assert lost["node"] == targets[2]
+    assert lost["problem"]["kind"] in ("UnavailableError", "TimeoutExceededError")
+    assert "ranks 0-2" in cli.run("list", three.url, "--long").stdout  # that the others are known to hold
+    local = Cli(three.servers[1].staging.path).json("show", three.url)["copies"]
+    assert [(one["node"], one["ranks"], one["replica_ranks"]) for one in local] == [
+        ("this node", [2], [0, 1])
+    ]
 
 
 def test_lost_buddy_is_replaced_by_the_next_node(three: Cluster) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,10 @@ def test_files_of_older_attempts_are_removed_by_the_first_rank_of_a_node(tmp_pat
         ((), (), "nothing"),
         (("staging",), (), "copied"),
         (("staging", "local"), (), "sealed"),
+        (("staging", "local", "peer"), (), "replicated"),
+        (("staging", "local", "peer"), ("upload",), "replicated"),
+        (("staging", "local"), ("peer",), "sealed"),
+        (("staging", "local", "peer", "upload"), (), "committed"),
         (("staging", "local", "upload"), (), "committed"),
         (("staging",), ("local", "upload"), "nothing"),  # a full disk: the copy is gone with the arena
         (("staging", "local"), ("upload",), "sealed"),
@@ -108,6 +113,8 @@ def test_files_of_older_attempts_are_removed_by_the_first_rank_of_a_node(tmp_pat
 )
 def test_what_a_save_achieved(done: tuple[str, ...], failed: tuple[str, ...], achieved: str) -> None:
     handle = SaveHandle(CheckpointId(3, 1))
+    if "peer" in (*done, *failed):
+        handle.peer_completion = Future()
     for name in done:
         getattr(handle, f"{name}_completion").set_result(None)
     for name in failed:

@@ -17,6 +17,7 @@ __all__ = [
     "EXIT_DO_NOT_RESTART",
     "EXIT_NOT_SAVED",
     "EXIT_SAVED",
+    "SAVED",
     "Achieved",
     "StopOptions",
     "StopReason",
@@ -29,7 +30,9 @@ EXIT_SAVED = 75
 EXIT_NOT_SAVED = 76
 EXIT_DO_NOT_RESTART = 93
 
-Achieved = Literal["committed", "sealed", "copied", "nothing"]
+Achieved = Literal["committed", "replicated", "sealed", "copied", "nothing"]
+SAVED: tuple[Achieved, ...] = ("committed", "replicated", "sealed")
+"""What a restart can rely on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +41,9 @@ class StopReason:
 
     Attributes:
         cause: "SIGTERM", "SIGUSR1", "notice", ... or "no-progress".
-        achieved: how far the save got: "committed" in the store; "sealed" on this node's disk, from where the
-            staging server goes on; "copied" to memory of the flusher; "nothing".
+        achieved: how far the save got: "committed" in the store; "replicated": sealed on this node's disk and
+            on as many others as ``replication_factor`` says; "sealed" on this node's disk alone, from where
+            the staging server goes on; "copied" to memory of the flusher; "nothing".
         step: that was saved for the stop; None where none was.
         last_saved: the newest step this rank has handed over before, which a restart may find.
         absent: ranks that did not answer, so that no common step could be had.

@@ -25,6 +25,7 @@ from ckpt_trainer_hooks.stop_options import (
     EXIT_DO_NOT_RESTART,
     EXIT_NOT_SAVED,
     EXIT_SAVED,
+    SAVED,
     Achieved,
     StopOptions,
     StopReason,
@@ -271,7 +272,7 @@ class Stopper:
             step=step,
             last_saved=self._last.step if self._last is not None else None,
             absent=absent,
-            exit_code=code or (EXIT_SAVED if achieved in ("committed", "sealed") else EXIT_NOT_SAVED),
+            exit_code=code or (EXIT_SAVED if achieved in SAVED else EXIT_NOT_SAVED),
             url=self._url,
             node=socket.gethostname(),
             at=SystemClock().now(),
@@ -298,7 +299,8 @@ def _achieved(handle: SaveHandle) -> Achieved:
     if _is_well(handle.upload_completion):
         return "committed"
     if _is_well(handle.local_completion):
-        return "sealed"
+        replicas = handle.peer_completion
+        return "replicated" if replicas is not None and _is_well(replicas) else "sealed"
     is_lost = handle.local_completion.done()  # and not well: a full disk, a flusher that died
     return "copied" if _is_well(handle.staging_completion) and not is_lost else "nothing"
 

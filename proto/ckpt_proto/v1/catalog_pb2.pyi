@@ -20,28 +20,46 @@ class ListRunsResponse(_message.Message):
     def __init__(self, urls: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ListCheckpointsRequest(_message.Message):
-    __slots__ = ("url", "page_size", "page_token")
+    __slots__ = ("url", "page_size", "page_token", "with_copies")
     URL_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    WITH_COPIES_FIELD_NUMBER: _ClassVar[int]
     url: str
     page_size: int
     page_token: str
-    def __init__(self, url: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+    with_copies: bool
+    def __init__(self, url: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., with_copies: bool = ...) -> None: ...
+
+class NodeCopies(_message.Message):
+    __slots__ = ("node", "here", "ranks", "replica_ranks", "problem")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    HERE_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_RANKS_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    here: bool
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    replica_ranks: _containers.RepeatedScalarFieldContainer[int]
+    problem: _common_pb2.ErrorInfo
+    def __init__(self, node: _Optional[str] = ..., here: bool = ..., ranks: _Optional[_Iterable[int]] = ..., replica_ranks: _Optional[_Iterable[int]] = ..., problem: _Optional[_Union[_common_pb2.ErrorInfo, _Mapping]] = ...) -> None: ...
 
 class CheckpointInfo(_message.Message):
-    __slots__ = ("id", "pinned", "committed_at", "manifest_nbytes", "location")
+    __slots__ = ("id", "pinned", "committed_at", "manifest_nbytes", "location", "copies")
     ID_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_AT_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_NBYTES_FIELD_NUMBER: _ClassVar[int]
     LOCATION_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
     id: _common_pb2.CheckpointId
     pinned: bool
     committed_at: float
     manifest_nbytes: int
     location: str
-    def __init__(self, id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., pinned: bool = ..., committed_at: _Optional[float] = ..., manifest_nbytes: _Optional[int] = ..., location: _Optional[str] = ...) -> None: ...
+    copies: _containers.RepeatedCompositeFieldContainer[NodeCopies]
+    def __init__(self, id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., pinned: bool = ..., committed_at: _Optional[float] = ..., manifest_nbytes: _Optional[int] = ..., location: _Optional[str] = ..., copies: _Optional[_Iterable[_Union[NodeCopies, _Mapping]]] = ...) -> None: ...
 
 class ListCheckpointsResponse(_message.Message):
     __slots__ = ("checkpoints", "next_page_token", "latest", "latest_problem")
@@ -74,18 +92,20 @@ class LocalCopy(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., path: _Optional[str] = ...) -> None: ...
 
 class GetManifestResponse(_message.Message):
-    __slots__ = ("manifest", "layouts", "segments", "pinned", "local_copies")
+    __slots__ = ("manifest", "layouts", "segments", "pinned", "local_copies", "copies")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     LAYOUTS_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
     LOCAL_COPIES_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
     manifest: _disk_pb2.Manifest
     layouts: _common_pb2.LayoutSet
     segments: _containers.RepeatedCompositeFieldContainer[_disk_pb2.SegmentSummary]
     pinned: bool
     local_copies: _containers.RepeatedCompositeFieldContainer[LocalCopy]
-    def __init__(self, manifest: _Optional[_Union[_disk_pb2.Manifest, _Mapping]] = ..., layouts: _Optional[_Union[_common_pb2.LayoutSet, _Mapping]] = ..., segments: _Optional[_Iterable[_Union[_disk_pb2.SegmentSummary, _Mapping]]] = ..., pinned: bool = ..., local_copies: _Optional[_Iterable[_Union[LocalCopy, _Mapping]]] = ...) -> None: ...
+    copies: _containers.RepeatedCompositeFieldContainer[NodeCopies]
+    def __init__(self, manifest: _Optional[_Union[_disk_pb2.Manifest, _Mapping]] = ..., layouts: _Optional[_Union[_common_pb2.LayoutSet, _Mapping]] = ..., segments: _Optional[_Iterable[_Union[_disk_pb2.SegmentSummary, _Mapping]]] = ..., pinned: bool = ..., local_copies: _Optional[_Iterable[_Union[LocalCopy, _Mapping]]] = ..., copies: _Optional[_Iterable[_Union[NodeCopies, _Mapping]]] = ...) -> None: ...
 
 class PinRequest(_message.Message):
     __slots__ = ("url", "checkpoint", "pinned")
