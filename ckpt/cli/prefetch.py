@@ -24,6 +24,14 @@ def prefetch_command(
         str,
         typer.Option(metavar="RANKS", help='Of the saved step, e.g. "8-15,32"; default: all.'),
     ] = "",
+    world: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="The coming start has N ranks, --ranks are this node's in it: fetch what they will need.",
+        ),
+    ] = None,
     peers: Annotated[
         list[str],
         typer.Option(
@@ -49,9 +57,13 @@ def prefetch_command(
         chosen = ranks_from_text(ranks) if ranks else None
     except ValueError as error:
         raise InvalidInputError('--ranks takes numbers and ranges, e.g. "8-15,32"', ranks=ranks) from error
+    if world is not None and chosen is None:
+        raise InvalidInputError("--world needs --ranks: those that this node will have", world=world)
     url = absolute_url(url)
     staging = StagingDir(store.staging or default_staging_path())
-    found = prefetch(url, store.as_mapping(), staging, peers=peers, wanted=checkpoint, ranks=chosen)
+    found = prefetch(
+        url, store.as_mapping(), staging, peers=peers, wanted=checkpoint, ranks=chosen, world_size=world
+    )
     if output.json:
         print_json(_document(url, found))
     else:

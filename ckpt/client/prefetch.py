@@ -34,6 +34,7 @@ from ckpt.ops.fetch import read_verified_chunk
 from ckpt.ops.holdings import node_holdings
 from ckpt.ops.tiers import PEER, REMOTE
 from ckpt.plan.choice import NodeHoldings, standings
+from ckpt.plan.share import saved_ranks_for
 from ckpt.rpc.access import PeerAccess
 from ckpt.storage.base import Store
 from ckpt.storage.known_nodes import known_nodes
@@ -81,6 +82,7 @@ def prefetch(
     access: PeerAccess | None = None,
     wanted: str = "latest",
     ranks: Sequence[int] | None = None,
+    world_size: int | None = None,
 ) -> Prefetched:
     """Fetch the segments of ``ranks`` to the node of a staging directory, from peers or else the store.
 
@@ -92,11 +94,13 @@ def prefetch(
         access: to them.
         wanted: a step, or "latest", also one that is not committed but whole on nodes.
         ranks: of the saved step; None: all.
+        world_size: then ``ranks`` are those that this node will have in a start with so many ranks, and what
+            is fetched is what they mostly need: see :func:`ckpt.plan.share.saved_ranks_for`.
 
     Raises:
         UnavailableError: this node has no server that listens for peers, or the store cannot be reached.
         NotFoundError: there is nothing to restore.
-        InvalidInputError: the step has no such ranks.
+        InvalidInputError: the step, or the coming start, has no such ranks.
     """
     run_key = keys.run_key(url)
     access = access or PeerAccess.from_environment()
@@ -122,7 +126,7 @@ def prefetch(
         targets = [target for target in dict.fromkeys([*peers, *known]) if target != me.target]
         job.ask(targets)
         mine = node_holdings(staging, run_key)
-        result = job.choose(wanted, mine, ranks)
+        result = job.choose(wanted, mine, ranks, world_size)
         job.fetch(result, stack)
     return result
 
@@ -169,7 +173,9 @@ class _Prefetch:
         with self._lock:
             self.holdings.append(NodeHoldings(node=node, in_job=False, held=held))
 
-    def choose(self, wanted: str, mine: Sequence[Held], ranks: Sequence[int] | None) -> Prefetched:
+    def choose(
+        self, wanted: str, mine: Sequence[Held], ranks: Sequence[int] | None, world_size: int | None
+    ) -> Prefetched:
         """Choose as a restore would."""
         own = NodeHoldings(node=self.me, in_job=True, held=tuple(mine))
         found = standings([own, *self.holdings])
@@ -184,6 +190,8 @@ class _Prefetch:
             world = found[ident].world_size
         else:
             world = catalog.read_manifest(self.store, ident).world_size
+        if world_size is not None and ranks is not None:
+            ranks = saved_ranks_for(ranks, world_size=world_size, saved_world_size=world)
         chosen = tuple(range(world)) if ranks is None else tuple(sorted(set(ranks)))
         if chosen and not 0 <= chosen[0] <= chosen[-1] < world:
             raise InvalidInputError(

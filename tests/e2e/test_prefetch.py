@@ -19,7 +19,7 @@ from ckpt.ops.catalog import latest
 from ckpt.ops.holdings import node_holdings
 from ckpt.storage.open import open_store
 from ckpt.storage.staging import StagingDir
-from tests.support.cli import Cli
+from tests.support.cli import USAGE, Cli
 from tests.support.nodes import Cluster, cluster
 from tests.support.sealing import make_world
 from tests.support.server import eventually
@@ -72,6 +72,20 @@ def test_before_the_commit_from_other_nodes_and_what_has_come_counts(nodes: Clus
     assert first.nbytes == {"peer": sizes[1]}
     assert rest.nbytes == {"peer": sizes[0] + sizes[2]}
     assert not fetch(nodes).nbytes
+
+
+def test_nodes_of_another_topology_fetch_what_their_ranks_will_need(nodes: Cluster, url: str) -> None:
+    """Three ranks were saved; of six the last two need what rank 2 has, the middle two what rank 1 has."""
+    nodes.seal(STEP, 0, 1)
+    assert fetch(nodes, ranks=[4, 5], world_size=6).ranks == (2,)
+    check_held(nodes, STEP, 2)
+    targets = [option for node in nodes.peers()[:SPARE] for option in ("--peers", str(node.target))]
+    cli = Cli(nodes.servers[SPARE].staging.path)
+    found = cli.json("prefetch", url, "--world", "6", "--ranks", "2-3", *targets)
+    assert (found["ranks"], found["missing"]) == ([1], {})
+    check_held(nodes, STEP, 1, 2)
+    for wrong in (("--world", "6", "--ranks", "6"), ("--world", "6")):
+        assert cli.run("prefetch", url, *wrong, *targets, code=USAGE)
 
 
 def test_after_the_commit_from_the_store_where_no_node_has_it(nodes: Cluster, url: str) -> None:
