@@ -1,4 +1,4 @@
-"""Show what a restart can rely on: python -m tests.shows [NAME ...] [--kills N] [--seed S]
+"""Show what a restart can rely on: python -m tests.shows [NAME ...] [--kills N] [--seed S] [--repeat N]
 
 Each show prints a table, its promises, and PASS or FAIL; the exit status is 0 if all pass.
 """
@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SHOWS)}; default: all")
     parser.add_argument("--kills", type=int, default=KILLS, help="random kills of the show of that name")
     parser.add_argument("--seed", type=int, help="of the random kills, to run the same ones again")
+    parser.add_argument("--repeat", type=int, default=1, help="measurements of the show speed, per tier")
     args = parser.parse_args()
     if unknown := set(args.names) - set(SHOWS):
         parser.error(f"no such show: {', '.join(sorted(unknown))}")
@@ -40,7 +41,7 @@ def main() -> int:
             "node-lost": recovery.node_lost,
             "gpu-lost": recovery.gpu_lost,
             "both-lost": recovery.both_copies_lost,
-            "speed": lambda root: speed.local_against_throttled_store(root, s3),
+            "speed": lambda root: speed.local_against_throttled_store(root, s3, repeats=args.repeat),
             "kills": lambda root: random_kills(root, s3, kills=args.kills, seed=args.seed),
         }
         try:
