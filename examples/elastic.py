@@ -295,6 +295,18 @@ class Elastic:
             cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
             print("  ".join([row[0].ljust(widths[0]), *cells]))
 
+    def goodput(self) -> None:
+        """Where the time went, by the ledger: lost nodes took their records along, the others have theirs."""
+        found: dict[str, Any] = self.nodes[0].cli("goodput", self.url)
+        seconds: dict[str, float] = found["seconds"]
+        self.say(", ".join(f"{name} {spent:.1f} s" for name, spent in seconds.items() if spent))
+        self.check(
+            len(found["starts"]) == len(self.starts()) and not seconds["unknown"] and not seconds["down"],
+            f"ckpt goodput knows {len(found['starts'])} starts and what became of {found['wall_s']:.1f} s",
+        )
+        causes = [start["cause"] for start in found["starts"]]
+        self.check("crash" in causes and causes[0] == "start", f"they came after: {', '.join(causes)}")
+
     def end(self) -> None:
         self.kill_reference()
         for node in self.ever:
@@ -355,6 +367,7 @@ def main() -> int:
     run = Elastic(out, args.nodes)
     try:
         story(run, quick=args.quick)
+        run.goodput()
         run.table()
         print("PASS: elastic restart")
     except (ElasticFailed, TimeoutError, RuntimeError, subprocess.SubprocessError) as error:
