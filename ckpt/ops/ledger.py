@@ -128,7 +128,9 @@ def _lives_in(store: Store, pool: ThreadPoolExecutor) -> dict[int, list[Life]]:
 
     def read(key: str) -> list[Life]:
         try:
-            return [Life(**life) for life in json.loads(store.get(key))["ranks"]]
+            bodies = json.loads(store.get(key))["ranks"]
+            known = Life.__dataclass_fields__  # a newer version may have written more
+            return [Life(**{name: body[name] for name in known if name in body}) for body in bodies]
         except (ValueError, KeyError, TypeError) as error:
             raise CorruptError("a record of the ledger cannot be read", code="ledger", key=key) from error
 
