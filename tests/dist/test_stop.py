@@ -175,6 +175,40 @@ def test_handlers_are_as_before_once_the_manager_is_closed(stopped: list[dict[st
             assert sketch["after"] == [signal.SIG_DFL, signal.SIG_DFL]
 
 
+# --- a store that cannot be had ---
+
+
+def stop_without_a_store(rank: int, world: int, root: Path) -> Sketch:
+    """Two nodes that keep replicas for each other; nothing gets into the store once the run has begun."""
+    del world
+    os.environ["CKPT_FAILURE_DOMAIN"] = f"rack-{rank}"
+    staging, data = f"lonely-{rank}", root / "store" / "away" / "data"
+    manager, model, optimizer = make(
+        root, "away", staging, mode="blocking", replication_factor=2, grace_s=10.0, on_error="warn"
+    )
+    start = manager.restore()
+    if rank == 0:
+        data.symlink_to(data)  # a loop: whoever writes fails, and tries again
+    barrier()
+    if rank == 1:
+        later(0.2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    found = sketch(root, "away", staging, rank, train_until_stopped(manager, model, optimizer, start))
+    manager.close()
+    return found
+
+
+def test_what_is_sealed_and_replicated_is_told_apart_and_is_code_75(root: Path) -> None:
+    listening = {"CKPT_PEER_LISTEN": "127.0.0.1:0", "CKPT_INSECURE": "1"}
+    try:
+        found = run_ranks(2, stop_without_a_store, root, env=listening)
+    finally:
+        for rank in range(2):
+            end_node(root / f"lonely-{rank}")
+    assert {sketch["file"]["achieved"] for sketch in found} == {"replicated"}
+    assert {sketch["code"] for sketch in found} == {75}
+    assert committed(root, "away") is None
+
+
 # --- a rank that cannot take part ---
 
 
