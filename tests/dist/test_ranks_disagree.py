@@ -288,6 +288,75 @@ def test_rank_whose_state_cannot_be_stored_fails_alone_and_hangs_nobody(disagree
         assert outcome["steps"] == [2]  # a later save is whole again
 
 
+# --- ranks that save other steps than the others ---
+
+
+def save_apart(rank: int, world: int, root: Path) -> Sketch:
+    """Ranks 0 and 1 share a node, rank 2 has one of its own."""
+    manager, model, optimizer = make(root, "single", world, staging=f"staging-{'aab'[rank]}")
+    manager.restore()
+    list(train(model, optimizer, range(1)))
+    found: Sketch = {}
+    if rank == 0:  # the others do not even know
+        began = time.monotonic()
+        manager.save(1).local_completion.result(30)
+        found["alone_s"] = time.monotonic() - began
+        found["alone"] = waited(manager, 0.5)
+    barrier()
+    found["nothing"] = manager.all_steps()
+    manager.save(2).upload_completion.result(60)
+    found["overtaken"] = waited(manager, 60.0)
+    found["told_once"] = waited(manager, 60.0)
+
+    list(train(model, optimizer, range(1, 2)))
+    manager.save(4 if rank == 1 else 3).local_completion.result(30)
+    barrier()
+    found["apart"] = waited(manager, 0.5)
+    manager.save(5).upload_completion.result(60)
+    found["ended"] = waited(manager, 0.5 if rank == 2 else 60.0)
+    found["steps"] = manager.all_steps()
+    barrier()
+    manager.close()
+    return found
+
+
+def waited(manager: CheckpointManager, timeout_s: float) -> Any:
+    try:
+        manager.wait_until_finished(timeout_s)
+    except CkptError as error:
+        return told(error)
+    return None
+
+
+@pytest.mark.slow
+def test_steps_that_not_all_ranks_save_are_never_committed_and_whoever_waits_is_told(root: Path) -> None:
+    """I37: only rank 0 saves. I41: one rank's step has another number."""
+    found = run_ranks(3, save_apart, root)
+    assert found[0]["alone_s"] < AT_ONCE_S
+    assert named(found[0]["alone"]) == ("TimeoutExceededError", "timeout", "[1, 2]")
+    assert [outcome["nothing"] for outcome in found] == [[]] * 3
+    # Once the job has gone on, nobody waits any longer for what can never be.
+    assert named(found[0]["overtaken"]) == ("InvalidInputError", "not-on-all-ranks", "[1]")
+    assert found[0]["overtaken"][2]["step"] == "1"
+    assert [outcome["overtaken"] for outcome in found[1:]] == [None] * 2
+    assert [outcome["told_once"] for outcome in found] == [None] * 3
+
+    apart = [named(outcome["apart"])[2] for outcome in found]
+    assert apart[0] in ("[1]", "[1, 2]")  # rank 2 saves the same step, and its part may be in the store by now
+    assert apart[1:] == ["[0, 2]", "[0, 1]"]
+    assert [named(outcome["ended"])[1:] for outcome in found[:2]] == [
+        ("not-on-all-ranks", "[1]"),
+        ("not-on-all-ranks", "[0]"),
+    ]
+    assert named(found[2]["ended"])[2] == "[0, 1]"  # of another node only its absence is known
+    assert [outcome["steps"] for outcome in found] == [[2, 5]] * 3
+
+
+def named(outcome: tuple[str, str, dict[str, str]]) -> tuple[str, str, str]:
+    kind, code, context = outcome
+    return kind, code, context["missing_ranks"]
+
+
 # --- damage ---
 
 

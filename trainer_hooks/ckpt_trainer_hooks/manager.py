@@ -494,7 +494,8 @@ class CheckpointManager(LoopMethods):
             )
 
     def _wait_for_pending_saves(self, timeout_s: float | None = None) -> None:
-        wait_for_saves(self._pipeline.pending, self._config, self._staging, timeout_s)
+        if self._session is not None:  # else there was no save
+            wait_for_saves(self._pipeline.pending, self._config, self._staging, self._session, timeout_s)
 
     def _raise_background_errors(self) -> None:
         problems = self._pipeline.take_problems()
