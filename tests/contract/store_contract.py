@@ -74,6 +74,31 @@ class StoreContract:
         later = reopen()
         assert [later.get(key) for key in ("put", "new", "parts")] == [b"1", b"2", b"3"]
 
+    def test_ST2_a_store_that_is_open_sees_what_others_do(
+        self, store: Store, reopen: Callable[[], Store]
+    ) -> None:
+        """Case I91."""
+        writer = reopen()
+        writer.put("a/1", b"1")
+        assert keys_of(store) == ["a/1"]  # whatever it may remember, it remembers now
+        assert list(store.list_dirs("")) == ["a"]
+        assert store.head("a/1").nbytes == 1
+        with pytest.raises(NotFoundError):
+            store.head("a/2")
+        writer.put("a/2", b"two")
+        writer.put("b/3", b"3")
+        writer.put("a/1", b"another")
+        assert (store.get("a/2"), store.head("a/2").nbytes, store.head("a/1").nbytes) == (b"two", 3, 7)
+        assert keys_of(store) == ["a/1", "a/2", "b/3"]
+        assert list(store.list_dirs("")) == ["a", "b"]
+        writer.delete(["a/1", "a/2"])
+        assert keys_of(store) == ["b/3"]
+        assert "b" in store.list_dirs("")  # what a file system keeps of "a" is its own affair
+        for gone in (store.get, store.head):
+            with pytest.raises(NotFoundError):
+                gone("a/2")
+        writer.close()
+
     def test_ST3_put_new_refuses_an_existing_key_and_leaves_it(self, store: Store) -> None:
         store.put_new("a/k", b"first")
         with pytest.raises(ConflictError):

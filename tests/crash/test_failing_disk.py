@@ -77,7 +77,7 @@ def injected(pid: int, call: str, what: str) -> Iterator[None]:
 def test_refusal_is_named_and_harms_nothing(
     staging: StagingDir, watched: Watched, call: str, errno: str, code: str
 ) -> None:
-    """Case I125."""
+    """Cases I125, I38."""
     good = make_snapshot(step=1, rows=10)
     assert watched.seal(good, 1).state == State.STATE_SEALED
     with injected(watched.process.pid, call, f"error={errno}"):

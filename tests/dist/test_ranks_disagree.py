@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -315,9 +316,26 @@ def save_apart(rank: int, world: int, root: Path) -> Sketch:
     manager.save(5).upload_completion.result(60)
     found["ended"] = waited(manager, 0.5 if rank == 2 else 60.0)
     found["steps"] = manager.all_steps()
+    list(train(model, optimizer, range(2, 3)))  # what did not change would not be uploaded again
+    found["damaged"] = damaged_before_the_upload(rank, root, manager)
     barrier()
     manager.close()
     return found
+
+
+def damaged_before_the_upload(rank: int, root: Path, manager: CheckpointManager) -> Any:
+    """What a rank is told of a save of which rank 1's part cannot be uploaded."""
+    pid = int(json.loads((root / "staging-a" / "server.json").read_text())["pid"])
+    once(rank, lambda: os.kill(pid, signal.SIGSTOP))
+    handle = manager.save(6)
+    handle.local_completion.result(30)
+    once(rank, lambda: flip_byte(newest(root / "staging-a", "segment-00001.safetensors")))
+    once(rank, lambda: os.kill(pid, signal.SIGCONT))
+    if rank == 2:
+        return waited(manager, 1.0)
+    error = handle.upload_completion.exception(60)
+    assert isinstance(error, CkptError)
+    return told(error)
 
 
 def waited(manager: CheckpointManager, timeout_s: float) -> Any:
@@ -330,7 +348,7 @@ def waited(manager: CheckpointManager, timeout_s: float) -> Any:
 
 @pytest.mark.slow
 def test_steps_that_not_all_ranks_save_are_never_committed_and_whoever_waits_is_told(root: Path) -> None:
-    """I37: only rank 0 saves. I41: one rank's step has another number."""
+    """I37: only rank 0 saves. I41: one rank's step has another number. I39: one rank's upload fails."""
     found = run_ranks(3, save_apart, root)
     assert found[0]["alone_s"] < AT_ONCE_S
     assert named(found[0]["alone"]) == ("TimeoutExceededError", "timeout", "[1, 2]")
@@ -350,6 +368,13 @@ def test_steps_that_not_all_ranks_save_are_never_committed_and_whoever_waits_is_
     ]
     assert named(found[2]["ended"])[2] == "[0, 1]"  # of another node only its absence is known
     assert [outcome["steps"] for outcome in found] == [[2, 5]] * 3
+
+    # I39: the ranks of a node share their outcome, whosever part it was; those of other nodes hear who is missing.
+    kind, _, context = found[0]["damaged"]
+    assert (kind, context) == (found[1]["damaged"][0], found[1]["damaged"][2])
+    assert kind == "CorruptError"
+    assert "segment-00001" in context["where"]
+    assert named(found[2]["damaged"])[::2] == ("TimeoutExceededError", "[0, 1]")
 
 
 def named(outcome: tuple[str, str, dict[str, str]]) -> tuple[str, str, str]:

@@ -138,7 +138,7 @@ class _Saved:
 def test_bytes_from_the_store_are_those_of_the_checkpoint(
     server: Ministack, proxy: FaultProxy, root: Path, saved: tuple[str, int], restored: tuple[str, int]
 ) -> None:
-    """Cases I52, I119."""
+    """Cases I52, I119, I110."""
     run = _Saved(server, proxy, root, *saved)
     assert run.restore(restored[1], restored[0]) == [""] * restored[1]
     assert _data_nbytes(proxy) == run.nbytes

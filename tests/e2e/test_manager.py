@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,6 +95,30 @@ def test_I78_restore_right_after_a_save_in_the_same_process_gets_that_save(place
         live.train(range(2, 4))
         assert manager.restore() == 2
         assert_same_bits(live.state(), expected)
+
+
+def test_two_runs_of_one_process_are_saved_in_turn_and_do_not_meet(tmp_path: Path, staging: Path) -> None:
+    """Case I66."""
+    places = [Place(f"file://{tmp_path}/store/{name}", staging) for name in ("one", "two")]
+    lives = [Live.new(seed) for seed in (1, 2)]
+    with contextlib.ExitStack() as stack:
+        managers = [
+            stack.enter_context(place.started(live, mode="overlapped"))
+            for place, live in zip(places, lives, strict=True)
+        ]
+        expected: list[dict[str, torch.Tensor]] = []
+        for step in (1, 2, 3):
+            for live in lives:
+                live.train(range(step - 1, step))
+            expected = [live.state() for live in lives]
+            for manager in managers:  # nobody waits for the other's save
+                manager.save(step)
+    for place, state in zip(places, expected, strict=True):
+        other = Live.new(seed=5)
+        with place.manager(other) as manager:
+            assert manager.restore() == 3
+            assert_same_bits(other.state(), state)
+            assert manager.all_steps() == [1, 2, 3]
 
 
 def test_going_back_to_an_earlier_step_begins_an_attempt_that_latest_follows(place: Place) -> None:

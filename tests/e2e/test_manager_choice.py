@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from ckpt.errors import (
@@ -16,6 +20,9 @@ from ckpt.errors import (
     RefusedError,
 )
 from ckpt.format.ids import CheckpointId
+from ckpt.format.keys import layout_key
+from ckpt.ops.catalog import read_manifest
+from ckpt.storage.open import open_store
 from ckpt_trainer_hooks import EveryNSteps
 from tests.support.bits import assert_same_bits, bits_of
 from tests.support.runs import Live, Place, save_steps
@@ -234,6 +241,47 @@ def test_latest_falls_back_to_the_checkpoint_before_when_no_copy_is_good(
         assert manager.latest_step() == 2
     with place.manager(other) as manager:
         assert manager.restore() == 2
+
+
+def test_each_piece_that_is_missing_or_cut_makes_latest_fall_back_and_is_named(
+    place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Cases I02, I15."""
+    live = Live.new()
+    with place.started(live) as manager:
+        manager.save(1).upload_completion.result(WAIT_S)
+        expected = live.state()
+        live.extra["more"] = torch.ones(3)  # so that its layout is another one
+        live.train(range(1, 2))
+        manager.save(2).upload_completion.result(WAIT_S)
+    root = tmp_path / "store" / "run"
+    (layout,) = set(root.glob("layouts/*")) - {root / _layout_of_the_first(root)}
+    pieces = [layout, *(path for path in root.rglob("*") if path.is_file() and "0002.a" in str(path))]
+    assert len(pieces) == 4  # with its segment, group index and manifest
+    for number, piece in enumerate(pieces):
+        for keep in (None, piece.stat().st_size - 1):
+            # Another URL: nothing of it lies on this node.
+            copy = Place(f"file://{tmp_path}/{number}-{keep}/run", place.staging)
+            shutil.copytree(root, copy.url.removeprefix("file://"))
+            victim = Path(copy.url.removeprefix("file://")) / piece.relative_to(root)
+            victim.chmod(0o600)
+            victim.unlink() if keep is None else os.truncate(victim, keep)
+            caplog.clear()
+            other = Live.new(seed=6)
+            with copy.manager(other) as manager:
+                assert manager.restore() == 1, (piece, keep)
+            assert_same_bits(other.state(), expected)
+            fallback = [r for r in caplog.records if getattr(r, "event", "") == "restore.fallback"]
+            if piece.parent.name == "manifests" and keep is None:
+                assert fallback == []  # without a manifest it is no checkpoint
+            else:
+                assert "000000000002.a000001" in str(fallback[0].fields["damaged"])  # type: ignore[attr-defined]
+                assert piece.name in str(fallback[0].fields["error"])  # type: ignore[attr-defined]
+
+
+def _layout_of_the_first(root: Path) -> str:
+    with contextlib.closing(open_store(f"file://{root}")) as store:
+        return layout_key(read_manifest(store, CheckpointId(1, 1)).layout_digest)
 
 
 def test_every_checkpoint_damaged_is_an_error_not_a_fresh_start(place: Place) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -19,6 +20,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from ckpt.errors import BusyError, CkptError, UnavailableError
+from ckpt.format.ids import CheckpointId
+from ckpt.ops.catalog import read_manifest
+from ckpt.storage.open import open_store
 from ckpt_trainer_hooks import CheckpointManager
 from tests.support.bits import assert_same_bits
 from tests.support.runs import Live, Place, stop_server
@@ -105,6 +109,49 @@ def test_busy_saves_wait_by_default_and_say_for_how_long(
         first.upload_completion.result(WAIT_S)
         manager.restore(2)  # the arena was not overwritten while it was read
         assert_same_bits(live.state(), expected)
+
+
+def test_saves_that_are_faster_than_the_server_take_one_arena_and_are_published_in_their_order(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Case I65."""
+    live = Live.new()
+    with place.started(live, keep_local=1) as manager:
+        manager._saver.backlog.behind_s = 0.0
+        manager.save(1).upload_completion.result(WAIT_S)
+        arena = manager._pipeline._arena
+        with stopped(int(json.loads((place.staging / "server.json").read_text())["pid"])):
+            for step in range(2, 8):
+                manager.save(step).local_completion.result(WAIT_S)  # nothing has been uploaded
+        behind = [r.fields for r in caplog.records if getattr(r, "event", "") == "save.behind"]  # type: ignore[attr-defined]
+        assert behind[-1]["oldest_step"] == 2
+        assert behind[-1]["waiting"] > 1
+        manager.wait_until_finished(WAIT_S)
+        assert manager._pipeline._arena is arena
+        assert manager.all_steps() == list(range(1, 8))
+    with contextlib.closing(open_store(place.url)) as store:
+        times = [read_manifest(store, CheckpointId(step, 1)).committed_at for step in range(1, 8)]
+    assert times == sorted(times)
+
+
+def test_very_many_tensors_take_no_descriptor_each(tmp_path: Path) -> None:
+    """Case I64: trainer, flusher and server with 256 descriptors, and 5000 tensors."""
+    place = Place(f"file://{tmp_path}/store/run", tmp_path / "staging")
+    many = {f"t{number}": torch.full((number % 3,), float(number)) for number in range(5000)}
+    live = Live.new()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))  # the children inherit it
+    try:
+        with place.started(live, state={"many": many}) as manager:
+            manager.save(1)
+        expected = dict(many)
+        many.update({name: torch.zeros(0) for name in many})
+        with place.manager(live, state={"many": many}) as manager:
+            assert manager.restore() == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert_same_bits(many, expected)
+    stop_server(place.staging)
 
 
 # --- a dead flusher ---

@@ -9,6 +9,7 @@ import subprocess
 import threading
 from pathlib import Path
 
+import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -20,6 +21,7 @@ from ckpt.errors import (
 from ckpt.format.ids import CheckpointId
 from ckpt.rpc.channel import open_channel
 from ckpt.storage.spares import spare_path
+from ckpt_proto.v1 import staging_pb2, staging_pb2_grpc
 from tests.support.faultproxy import FaultProxy
 from tests.support.s3 import Ministack
 from tests.support.sealing import make_world, seal
@@ -81,6 +83,29 @@ def test_tcp_wants_tls_and_the_right_token(tmp_path: Path) -> None:
             stub = health_pb2_grpc.HealthStub(channel)
             reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
             assert reply.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_a_quiet_call_survives_a_client_that_pings(tmp_path: Path) -> None:
+    """Case I122."""
+    options = [
+        ("grpc.keepalive_time_ms", 100),  # gRPC makes it a second,
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]
+    url = f"file://{tmp_path}/store/run"
+    (tmp_path / "store").mkdir()
+    with Server(tmp_path / "staging", "--listen", "127.0.0.1:0", "--insecure") as server:
+        with server.client() as client:
+            run_key = client.register(url, staging=server.staging).run_key
+        with grpc.insecure_channel(server.tcp_target, options=options) as channel:
+            stub = staging_pb2_grpc.StagingStub(channel)  # type: ignore[no-untyped-call]
+            quiet = stub.Watch(staging_pb2.StatusRequest(run_key=run_key), timeout=30)
+            ended = threading.Event()
+            quiet.add_callback(ended.set)
+            assert not ended.wait(4.5), (
+                quiet.code()
+            )  # a server with gRPC's defaults ends it after three pings
+            quiet.cancel()
 
 
 def test_health_and_reflection_answer(server: Server) -> None:

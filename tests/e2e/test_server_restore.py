@@ -16,6 +16,8 @@ from ckpt.format import keys
 from ckpt.format.ids import CheckpointId
 from ckpt.format.segment import CHUNK_NBYTES
 from ckpt.geometry import Box
+from ckpt.rpc import channel
+from ckpt.storage.open import open_store
 from tests.support.sealing import make_world, seal
 from tests.support.server import Server, eventually, save
 
@@ -58,6 +60,25 @@ def test_read_chunks_gives_the_segment(server: Server, url: str) -> None:
     assert ident == ID
     assert count > 1
     assert b"".join(got) == image
+
+
+def test_a_client_with_grpcs_own_limits_gets_large_tensors_and_long_listings(
+    server: Server, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Case I120."""
+    monkeypatch.setattr(channel, "CHANNEL_OPTIONS", ())  # as any program's channel: at most 4 MiB a message
+    world = make_world(rows=6000)  # 12 MiB
+    server.wait_for(save(server, url, world, ID), ID)
+    store = open_store(url)
+    for step in range(11, 1111):
+        store.put(keys.manifest_key(CheckpointId(step, 1)), b"never read by listing")
+    store.close()
+    with server.restore() as client:
+        got = client.read_tensor(url, "weight", checkpoint=str(ID))
+        assert got.numpy().tobytes() == world.tensors["weight"].tobytes()
+    with server.catalog() as catalog:
+        pages = [len(page.checkpoints) for page in catalog.list_pages(url)]
+        assert pages == [1000, 101]
 
 
 def test_reads_of_what_is_not_there_say_so(server: Server, url: str) -> None:

@@ -149,6 +149,8 @@ def test_what_cannot_come_back_is_refused_with_its_path(value: Any) -> None:
 
 
 def test_state_dict_that_raises_is_the_callers_error_and_not_hidden() -> None:
+    """Case I38."""
+
     class Broken(Keeper):
         def state_dict(self) -> Any:
             raise ZeroDivisionError("mine")
@@ -312,6 +314,7 @@ def _capture(
 
 
 def test_copy_that_fails_is_told_and_releases_whoever_waits() -> None:
+    """Case I38."""
     outcome: list[CkptError | None] = []
     source = torch.ones(3)
     broken = Copies(["w"], [torch.zeros(4)], [source], [source], [source._version])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckpt.errors import BusyError, InvalidInputError, SnapshotTornError
 from ckpt.events import event, get_logger
 from ckpt.format.ids import CheckpointId
 from ckpt_proto.v1 import common_pb2
 from ckpt_trainer_hooks.accumulation import Accumulation
+from ckpt_trainer_hooks.backlog import Backlog
 from ckpt_trainer_hooks.compat import inside_pipeline_schedule
 from ckpt_trainer_hooks.fence import OptimizerFence
 from ckpt_trainer_hooks.handle import SaveHandle
@@ -39,6 +40,7 @@ class Saver:
     fence: OptimizerFence
     overlapped: bool
     on_busy: str
+    backlog: Backlog = field(default_factory=Backlog)
 
     def save(
         self, step: int, group: common_pb2.NodeGroup | None, *, on_busy: str | None = None
@@ -111,4 +113,5 @@ class Saver:
             flat=self.accumulation.state_to_save(),
         )
         self.lineage.note_saved(ident.step)
+        self.backlog.look(self.pipeline.pending())
         return handle
