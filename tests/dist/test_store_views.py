@@ -1,4 +1,4 @@
-"""Ranks that see the store differently or slowly: one decision for all, one listing, no wait in a collective."""
+"""Ranks that see the store differently or slowly: one decision, one listing, no wait in a collective."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Outcome = tuple[Any, ...]
 
 
 class Views:
-    """A way to the store for each rank; what goes wrong on it depends on the phase that the ranks have begun."""
+    """A way to the store for each rank; what goes wrong on it depends on the phase the ranks have begun."""
 
     def __init__(self, root: Path, server: Ministack, stack: ExitStack) -> None:
         self.root = root
@@ -65,8 +65,7 @@ def restore(rank: int, url: str, endpoints: list[str], root: Path, phase: str, *
         (root / "phase").write_text(phase)
     dist.barrier()
     if phase == "slow":
-        for group in (None, dist.new_group()):
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=COLLECTIVE_S), group)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=COLLECTIVE_S), None)
         dist.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=COLLECTIVE_S))
     model = new_model(rank + 5)
     manager = manager_of(rank, url, endpoints, root / "staging-new", model)
@@ -84,7 +83,13 @@ def manager_of(
 ) -> CheckpointManager:
     options = {"endpoint_url": endpoints[rank], "region": "us-east-1", "retries": "1"}
     return CheckpointManager(
-        url, model=model, staging_dir=staging, store_options=options, timeout_s=60.0, pending_wait_s=1.0, **more
+        url,
+        model=model,
+        staging_dir=staging,
+        store_options=options,
+        timeout_s=60.0,
+        pending_wait_s=1.0,
+        **more,
     )
 
 

@@ -115,6 +115,7 @@ def of_container(folder: Path) -> Iterator[tuple[dict[str, str], Renew]]:
 def test_uploads_go_on_when_expired_credentials_are_renewed(
     tmp_path: Path, s3_server: Ministack, source: Source
 ) -> None:
+    """Case I94."""
     world = make_world()
     url = f"s3://{s3_server.make_bucket()}/run"
     with (

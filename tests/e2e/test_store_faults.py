@@ -207,6 +207,7 @@ def asked(proxy: FaultProxy, prefix: str) -> int:
 def test_old_listings_delay_a_commit_and_delete_nothing(
     tmp_path: Path, s3_server: Ministack, proxy: FaultProxy
 ) -> None:
+    """Case I91."""
     world = make_world()
     url = f"s3://{s3_server.make_bucket()}/run"
     reader = through(url, s3_server, proxy)
@@ -255,6 +256,7 @@ def test_old_listings_delay_a_commit_and_delete_nothing(
 def test_upload_damaged_on_its_way_is_refused_and_sent_again(
     tmp_path: Path, s3_server: Ministack, proxy: FaultProxy
 ) -> None:
+    """Case I96."""
     world = make_world()
     url = f"s3://{s3_server.make_bucket()}/run"
     damage = first_of_each("damage")
@@ -278,6 +280,7 @@ def test_upload_damaged_on_its_way_is_refused_and_sent_again(
 def test_upload_damaged_unseen_is_found_by_name(
     tmp_path: Path, s3_server: Ministack, proxy: FaultProxy
 ) -> None:
+    """Case I124."""
     world = make_world()
     url = f"s3://{s3_server.make_bucket()}/run"
     damage = first_of_each("damage")
@@ -303,6 +306,7 @@ def test_upload_damaged_unseen_is_found_by_name(
 def test_download_damaged_on_its_way_is_read_again(
     tmp_path: Path, s3_server: Ministack, proxy: FaultProxy
 ) -> None:
+    """Cases I96, I124."""
     world = make_world()
     url = f"s3://{s3_server.make_bucket()}/run"
     with serve(tmp_path, s3_server, proxy) as server:
@@ -336,6 +340,7 @@ def test_download_damaged_on_its_way_is_read_again(
 def test_retries_are_bounded_jittered_and_visible(
     tmp_path: Path, s3_server: Ministack, proxy: FaultProxy
 ) -> None:
+    """Case I98."""
     world = make_world(groups=[[0]])
     url = f"s3://{s3_server.make_bucket()}/run"
     proxy.fault = lambda method, path: 503 if "/data/" in path else None
@@ -367,7 +372,7 @@ def test_retries_are_bounded_jittered_and_visible(
 def test_racing_committers_who_both_lose_the_reply_commit_once(
     tmp_path: Path, s3_server: Ministack, proxy: FaultProxy
 ) -> None:
-    """Two servers have all of the step (a node and who took it over) and put its manifest at one moment."""
+    """Two servers have all of the step (a node and who took it over), and put its manifest at once (I07)."""
     world = make_world()
     url = f"s3://{s3_server.make_bucket()}/run"
     meet = threading.Barrier(2)
