@@ -82,6 +82,8 @@ class Box:
 
 def flat_range(shape: Sequence[int], box: Box) -> tuple[int, int] | None:
     """Return the row-major flat range ``[start, stop)`` of a box in an array; None where it is not one."""
+    if box.sizes == shape:
+        return 0, box.nelements
     start, stride, is_partial = 0, 1, False
     for n, offset, size in zip(reversed(shape), reversed(box.offsets), reversed(box.sizes), strict=True):
         if is_partial and size != 1:

@@ -24,6 +24,7 @@ from ckpt.format.placement import (
 )
 from ckpt.format.region import (
     STRIPE_MIN_NBYTES,
+    SplitKey,
     Stripe,
     local_region,
     owned_region,
@@ -32,6 +33,7 @@ from ckpt.format.region import (
     replica_at,
     replication,
     right_to_left,
+    split_key,
     storing_ranks,
 )
 from ckpt_proto.v1 import common_pb2
@@ -43,6 +45,7 @@ __all__ = [
     "Placement",
     "Replicate",
     "Shard",
+    "SplitKey",
     "StridedShard",
     "Stripe",
     "TensorLayout",
@@ -54,6 +57,7 @@ __all__ = [
     "replica_at",
     "replication",
     "right_to_left",
+    "split_key",
     "storing_ranks",
 ]
 

@@ -23,6 +23,7 @@ from ckpt.geometry import Region, Run, Runs, Shape, intersect_runs, merge_runs, 
 
 __all__ = [
     "STRIPE_MIN_NBYTES",
+    "SplitKey",
     "Stripe",
     "local_region",
     "owned_region",
@@ -31,6 +32,7 @@ __all__ = [
     "replica_at",
     "replication",
     "right_to_left",
+    "split_key",
     "storing_ranks",
 ]
 
@@ -132,6 +134,35 @@ def _striping(layout: TensorLayout, shape: Shape, count: int) -> _Striping:
 
 def _keeper(name: str, count: int) -> int:
     return zlib.crc32(name.encode()) % count if count > 1 else 0
+
+
+class SplitKey(NamedTuple):
+    """What decides which rank stores which part of a tensor: layouts with equal keys are split alike.
+
+    Attributes:
+        striped_itemsize: bytes per element where replicas may store stripes, else 0.
+        keeper: the replica that stores shards too small for that.
+    """
+
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+    global_shape: Shape
+    striped_itemsize: int
+    keeper: int
+
+
+def split_key(layout: TensorLayout) -> SplitKey:
+    """Return the key of ``layout``."""
+    _, replica_dims = splits_of(layout.mesh.shape, layout.placements, len(layout.global_shape))
+    replicas = math.prod([layout.mesh.shape[dim] for dim in replica_dims])
+    is_striped = replicas > 1 and layout.nbytes >= STRIPE_MIN_NBYTES
+    return SplitKey(
+        layout.mesh,
+        layout.placements,
+        layout.global_shape,
+        layout.itemsize if is_striped else 0,
+        _keeper(layout.name, replicas),
+    )
 
 
 def owned_stripe(layout: TensorLayout, rank: int) -> Stripe | None:
@@ -315,20 +346,11 @@ def storing_ranks(layouts: Iterable[TensorLayout]) -> set[int]:
     for layout in sorted(layouts, key=lambda item: -item.nbytes):
         if layout.mesh in full:
             continue
-        _, replica_dims = splits_of(layout.mesh.shape, layout.placements, len(layout.global_shape))
-        replicas = math.prod(layout.mesh.shape[dim] for dim in replica_dims)
-        striped = replicas > 1 and layout.nbytes >= STRIPE_MIN_NBYTES
-        key = (
-            layout.mesh,
-            layout.placements,
-            layout.global_shape,
-            layout.itemsize if striped else 0,
-            _keeper(layout.name, replicas),
-        )
+        key = split_key(layout)
         if key in seen:
             continue
         seen.add(key)
-        if striped:
+        if key.striped_itemsize:
             found.update(rank for rank, _ in owners(layout, Region.whole(layout.global_shape)))
         else:
             found.update(_whole_shard_ranks(layout))

@@ -16,10 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckpt import dtypes
 from ckpt.errors import CorruptError, InvalidInputError, NotFoundError
-from ckpt.format.layout import LayoutSet, TensorLayout, owners
+from ckpt.format.layout import LayoutSet, SplitKey, TensorLayout, owners, split_key
 from ckpt.format.limits import MAX_CHUNK_NBYTES
 from ckpt.geometry import Box, Region, Shape, flat_range, flat_range_boxes, intersect_regions
 from ckpt_proto.v1 import disk_pb2
@@ -86,25 +87,27 @@ def plan_read(saved: LayoutSet, wants: Sequence[Want]) -> ReadPlan:
     """
     found: dict[int, list[PieceRead]] = {}
     nbytes = 0
+    # A model's tensors have few shapes and few placements: the arithmetic is done once for each.
+    known: dict[tuple[SplitKey, Region], list[_Overlap]] = {}
     for want in wants:
         layout = saved.get(want.name)
         if layout is None:
             raise NotFoundError("tensor is not in the checkpoint", code="tensor", tensor=want.name)
-        _check_bounds(layout, want)
-        covered = 0
-        for piece in _pieces(layout, want):
-            found.setdefault(piece.rank, []).append(piece)
-            covered += sum(dst.nelements for _, dst in piece.pairs)
-        # The owned regions of a layout are disjoint, so an equal count means each element once.
-        if covered != want.region.nelements:
-            raise CorruptError(
-                "saved shards do not cover what is wanted",
-                code="coverage",
-                tensor=want.name,
-                covered=covered,
-                wanted=want.region.nelements,
+        key = (split_key(layout), want.region)
+        overlaps = known.get(key)
+        if overlaps is None:
+            overlaps = known[key] = _overlaps(layout, want)
+        for overlap in overlaps:
+            piece = PieceRead(
+                rank=overlap.rank,
+                name=want.name,
+                dtype=layout.dtype,
+                target=want.target,
+                src_shape=overlap.src_shape,
+                pairs=overlap.pairs,
             )
-        nbytes += covered * layout.itemsize
+            found.setdefault(overlap.rank, []).append(piece)
+            nbytes += overlap.nelements * layout.itemsize
     return ReadPlan(by_rank={rank: tuple(found[rank]) for rank in sorted(found)}, nbytes=nbytes)
 
 
@@ -125,18 +128,34 @@ def _check_bounds(layout: TensorLayout, want: Want) -> None:
         )
 
 
-def _pieces(layout: TensorLayout, want: Want) -> Iterator[PieceRead]:
+class _Overlap(NamedTuple):
+    """What one source rank has of a wanted region; the fields are as in :class:`PieceRead`."""
+
+    rank: int
+    src_shape: Shape
+    pairs: tuple[tuple[Box, Box], ...]
+    nelements: int
+
+
+def _overlaps(layout: TensorLayout, want: Want) -> list[_Overlap]:
+    """Every rank that stores a part of ``want``; together they are proved to store all of it."""
+    _check_bounds(layout, want)
+    found: list[_Overlap] = []
     for rank, region in owners(layout, want.region):
-        pairs = intersect_regions(region, want.region)
+        pairs = tuple(intersect_regions(region, want.region))
         if pairs:
-            yield PieceRead(
-                rank=rank,
-                name=want.name,
-                dtype=layout.dtype,
-                target=want.target,
-                src_shape=region.shape,
-                pairs=tuple(pairs),
-            )
+            found.append(_Overlap(rank, region.shape, pairs, sum(dst.nelements for _, dst in pairs)))
+    covered = sum(overlap.nelements for overlap in found)
+    # The owned regions of a layout are disjoint, so an equal count means each element once.
+    if covered != want.region.nelements:
+        raise CorruptError(
+            "saved shards do not cover what is wanted",
+            code="coverage",
+            tensor=want.name,
+            covered=covered,
+            wanted=want.region.nelements,
+        )
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,8 +198,10 @@ class ChunkCopy:
 
     def span(self) -> tuple[int, int]:
         """Return the bytes [start, stop) of the chunk from the first to the last one that is copied."""
-        first, last = _flat_span(self.shape, self.src)
         itemsize = dtypes.itemsize(self.dtype)
+        if self.src.sizes == self.shape:  # the common case, on the way of every chunk
+            return self.offset, self.offset + self.count * itemsize
+        first, last = _flat_span(self.shape, self.src)
         return self.offset + first * itemsize, self.offset + (last + 1) * itemsize
 
     def src_slices(self) -> tuple[slice, ...]:
@@ -253,6 +274,16 @@ def _copies(
 ) -> Iterator[tuple[int, ChunkCopy]]:
     itemsize = dtypes.itemsize(piece.dtype)
     shape = piece.src_shape
+    number, offset = divmod(start, chunk_nbytes)
+    if src.sizes == shape and offset + src.nelements * itemsize <= chunk_nbytes:
+        # A whole array within one chunk, as most are.
+        yield (
+            number,
+            ChunkCopy(
+                target=piece.target, dtype=piece.dtype, offset=offset, shape=shape, src=src, dst=dst
+            ),
+        )
+        return
     first, last = _flat_span(shape, src)
     delta = tuple(b - a for a, b in zip(src.offsets, dst.offsets, strict=True))
     for chunk in range(

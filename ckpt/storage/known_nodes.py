@@ -63,7 +63,8 @@ def remember_nodes(staging: StagingDir, run_key: str, nodes: Iterable[PeerNode])
     data = json.dumps([node.to_json() for node in reachable], indent=1).encode()
     path = staging.run_dir(run_key) / _NAME
     with os_errors("nodes.json cannot be written", path=path):
-        write_durably(path, data)
+        if not path.exists() or path.read_bytes() != data:
+            write_durably(path, data)
 
 
 def _distinct(nodes: Iterable[PeerNode]) -> tuple[PeerNode, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,7 @@ _ALIASING = range(1, 32)
 def read_parts_at(fd: int, start: int, parts: Sequence[memoryview]) -> tuple[int, bytes]:
     """Fill ``parts``, one after another, with the bytes of the file from ``start`` on.
 
-    Cold pages are read ahead all at once. Releases the GIL. The page cache is shared, so ranks of one node
+    From the first page on that is not cached, all are read ahead at once. Releases the GIL. The page cache is shared, so ranks of one node
     that want the same bytes read the device once.
 
     Returns:
@@ -34,7 +35,7 @@ def read_parts_at(fd: int, start: int, parts: Sequence[memoryview]) -> tuple[int
     Raises:
         OSError: the device cannot read them.
     """
-    os.posix_fadvise(fd, start, sum(map(len, parts)), os.POSIX_FADV_WILLNEED)
+    file = _ReadAhead(fd, start + sum(map(len, parts)))
     state = xxhash.xxh3_128()
     done = 0
     bounce: mmap.mmap | None = None
@@ -44,10 +45,10 @@ def read_parts_at(fd: int, start: int, parts: Sequence[memoryview]) -> tuple[int
             bounce = bounce or mmap.mmap(-1, _BLOCK_NBYTES + _PAGE)
             skip = at % _PAGE
             with memoryview(bounce) as whole, whole[skip : skip + len(block)] as view:
-                count = _read_all(fd, view, at)
+                count = _read_all(file, view, at)
                 ctypes.memmove(_address(block), _address(view), count)
         else:
-            count = _read_all(fd, block, at)
+            count = _read_all(file, block, at)
         state.update(block[:count])
         done += count
         if count < len(block):
@@ -94,10 +95,34 @@ class PartsFiller:
         return self._state.digest()
 
 
-def _read_all(fd: int, buffer: memoryview, at: int) -> int:
+class _ReadAhead:
+    """Reads a range of a file, and asks for all that is left of it at the first page that is not cached.
+
+    To ask for pages that are cached is a tenth of the work of copying them.
+    """
+
+    def __init__(self, fd: int, stop: int) -> None:
+        self._fd = fd
+        self._stop = stop
+        self._is_asked = False
+
+    def read(self, buffer: memoryview, at: int) -> int:
+        if not self._is_asked:
+            try:
+                if count := os.preadv(self._fd, [buffer], at, os.RWF_NOWAIT):
+                    return count
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP):
+                    raise
+            self._is_asked = True
+            os.posix_fadvise(self._fd, at, self._stop - at, os.POSIX_FADV_WILLNEED)
+        return os.preadv(self._fd, [buffer], at)
+
+
+def _read_all(file: _ReadAhead, buffer: memoryview, at: int) -> int:
     done = 0
     while done < len(buffer):
-        count = os.preadv(fd, [buffer[done:]], at + done)
+        count = file.read(buffer[done:], at + done)
         if not count:
             break
         done += count
