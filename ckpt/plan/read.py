@@ -279,9 +279,7 @@ def _copies(
         # A whole array within one chunk, as most are.
         yield (
             number,
-            ChunkCopy(
-                target=piece.target, dtype=piece.dtype, offset=offset, shape=shape, src=src, dst=dst
-            ),
+            ChunkCopy(target=piece.target, dtype=piece.dtype, offset=offset, shape=shape, src=src, dst=dst),
         )
         return
     first, last = _flat_span(shape, src)

@@ -275,3 +275,64 @@ def test_one_walk_finds_the_tensors_that_torch_names(make: Callable[[], nn.Modul
         assert [(name, id(tensor)) for name, tensor in ours.items()] == [
             (name, id(tensor)) for name, tensor in torchs
         ]
+
+
+class _Scaled(nn.Linear):
+    def get_extra_state(self) -> object:
+        return {"scale": 2.0}
+
+
+class _Computed(nn.Linear):
+    def _save_to_state_dict(self, destination: dict[str, object], prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}weight"] = self.weight.detach() * 2
+
+
+def _with_a_hook() -> nn.Module:
+    linear = nn.Linear(2, 2)
+    linear.register_state_dict_post_hook(lambda *_: None)
+    return linear
+
+
+def _with_a_hook_before() -> nn.Module:
+    linear = nn.Linear(2, 2)
+    linear.register_state_dict_pre_hook(lambda *_: None)
+    return linear
+
+
+def _with_a_method_of_its_own() -> nn.Module:
+    linear = nn.Linear(2, 2)
+    linear.get_extra_state = lambda: {"scale": 2.0}  # type: ignore[method-assign]
+    return linear
+
+
+def _with_all_kinds_of_entries() -> nn.Module:
+    linear = nn.Linear(3, 3)
+    model = nn.Sequential(linear, nn.BatchNorm1d(3), nn.Sequential(linear))
+    model.register_buffer("cache", torch.zeros(2), persistent=False)
+    model.register_buffer("table", torch.zeros(2))
+    model.register_parameter("absent", None)
+    return model
+
+
+def test_the_walk_tells_what_a_plain_state_dict_has_in_its_order() -> None:
+    model = _with_all_kinds_of_entries()
+    entries = owned_tensors(model).entries
+    expected = model.state_dict()
+    assert entries is not None
+    assert list(entries) == list(expected)
+    assert all(entries[name].data_ptr() == expected[name].data_ptr() for name in expected)
+    assert "cache" not in entries
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: _Scaled(2, 2),
+        lambda: _Computed(2, 2),
+        _with_a_hook,
+        _with_a_hook_before,
+        _with_a_method_of_its_own,
+    ],
+)
+def test_the_state_dict_is_asked_where_code_has_a_say_in_it(make: Callable[[], nn.Module]) -> None:
+    assert owned_tensors(nn.Sequential(nn.Linear(2, 2), make())).entries is None

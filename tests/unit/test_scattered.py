@@ -44,6 +44,21 @@ def test_what_is_read_and_its_digest_are_the_file_s(tmp_path: Path, shift: int, 
         os.close(fd)
 
 
+@pytest.mark.parametrize("kept_nbytes", [0, 1 << 20, (1 << 20) + 8192])
+def test_pages_that_are_not_cached_are_read_as_well(tmp_path: Path, kept_nbytes: int) -> None:
+    content = random.Random(7).randbytes(_NBYTES)
+    (tmp_path / "file").write_bytes(content)
+    fd = os.open(tmp_path / "file", os.O_RDONLY)
+    try:
+        os.fsync(fd)  # dirty pages cannot be dropped
+        os.posix_fadvise(fd, kept_nbytes, 0, os.POSIX_FADV_DONTNEED)
+        whole, parts = _parts([1000] * 700 + [_NBYTES - 700_000], 64)  # more than fit into one call
+        assert read_parts_at(fd, 0, parts) == (_NBYTES, digest(content))
+        assert bytes(whole) == content
+    finally:
+        os.close(fd)
+
+
 def test_pieces_of_any_size_fill_parts_and_no_more() -> None:
     data = random.Random(1).randbytes(1000)
     whole, parts = _parts([10, 600, 390], 0)

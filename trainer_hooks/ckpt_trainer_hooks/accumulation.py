@@ -15,7 +15,6 @@ import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -225,7 +224,7 @@ class Accumulation:
 
 
 def _copied(leaf: Leaf) -> Leaf:
-    return replace(leaf, placed=Placed(leaf.placed.layout, leaf.placed.local.clone()), deferred=False)
+    return leaf._replace(placed=Placed(leaf.placed.layout, leaf.placed.local.clone()), deferred=False)
 
 
 def _follow(follower: Future[None], leader: Future[None]) -> None:

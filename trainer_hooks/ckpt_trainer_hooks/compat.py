@@ -35,6 +35,7 @@ __all__ = [
     "root_mesh",
     "set_partial_reduction",
     "set_unsharded_gradient",
+    "stores_plainly",
     "strided_split_factor",
     "unsharded_gradient",
     "unsharded_mesh",
@@ -184,6 +185,26 @@ def _collect(prefix: str, module: torch.nn.Module, found: list[tuple[str, torch.
     return all(
         child is None or _collect(f"{prefix}{name}.", child, found) for name, child in children.items()
     )
+
+
+def stores_plainly(module: torch.nn.Module) -> bool:
+    """Whether ``module`` adds its parameters and persistent buffers to a state dict, and does no more.
+
+    Private: ``Module._save_to_state_dict``, ``_state_dict_hooks``, ``_state_dict_pre_hooks``,
+    ``_non_persistent_buffers_set``.
+    """
+    kind, own = type(module), vars(module)
+    return (
+        kind.state_dict is torch.nn.Module.state_dict
+        and kind._save_to_state_dict is torch.nn.Module._save_to_state_dict
+        and kind.get_extra_state is torch.nn.Module.get_extra_state
+        and not module._state_dict_hooks
+        and not module._state_dict_pre_hooks
+        and own.keys().isdisjoint(_STORING)
+    )
+
+
+_STORING = ("state_dict", "_save_to_state_dict", "get_extra_state")
 
 
 def is_fsdp1(module: torch.nn.Module) -> bool:

@@ -21,6 +21,8 @@ def filled_later(name: str, live: torch.Tensor) -> tuple[torch.Tensor, Callable[
     Raises (the function that is returned):
         InvalidInputError: the saved values differ where the live tensor has room for one.
     """
+    if live.is_contiguous() and not live.is_inference():
+        return None
     repeated = [
         dim for dim, (size, step) in enumerate(zip(live.shape, live.stride(), strict=True)) if size > 1 > step
     ]

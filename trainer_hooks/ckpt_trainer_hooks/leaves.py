@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import NamedTuple
 
 import torch
 
@@ -14,9 +14,8 @@ from ckpt_trainer_hooks.layout import Placed
 __all__ = ["FlatState", "Leaf", "LeafKind", "leaf_kind"]
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """One tensor to store.
+class Leaf(NamedTuple):
+    """One tensor to store. A tuple: a save makes one per tensor on the training thread.
 
     Attributes:
         placed: its layout (which carries the name) and this rank's local part, not copied.
@@ -46,7 +45,7 @@ class FlatState:
     rank_values: common_pb2.Value = field(default_factory=common_pb2.Value)
 
 
-class LeafKind(TypedDict):
+class LeafKind(NamedTuple):
     """What a leaf of a module is beside its tensor; see :class:`Leaf`."""
 
     deferred: bool
@@ -57,6 +56,9 @@ class LeafKind(TypedDict):
 def leaf_kind(parameter: torch.Tensor | None, *, deferrable: bool) -> LeafKind:
     """Return the kind of a module's leaf, given its parameter; None: it is a buffer."""
     if parameter is None:
-        return LeafKind(deferred=False, agreed=False, change=Change.UNKNOWN)
+        return _BUFFER
     change = Change.ALWAYS if parameter.requires_grad else Change.SELDOM
-    return LeafKind(deferred=deferrable, agreed=True, change=change)
+    return LeafKind(deferrable, True, change)
+
+
+_BUFFER = LeafKind(deferred=False, agreed=False, change=Change.UNKNOWN)

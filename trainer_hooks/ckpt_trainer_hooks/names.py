@@ -10,10 +10,11 @@ from torch.nn.parameter import is_lazy
 
 from ckpt.errors import InvalidInputError
 from ckpt_trainer_hooks.chunks import ModelChunks
-from ckpt_trainer_hooks.compat import WRAPPER_CHILDREN, is_wrapper_step, plain_paths
+from ckpt_trainer_hooks.compat import WRAPPER_CHILDREN, is_wrapper_step, plain_paths, stores_plainly
 
 __all__ = ["MODEL_ITEM", "ModuleTensors", "canonical_names", "owned_tensors", "parameter_names"]
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 MODEL_ITEM = "model"  # parameters of the item of this name need no prefix in optimizer names
 
 
@@ -96,12 +97,15 @@ class ModuleTensors:
         is_wrapped: whether names have parts to be taken out.
         parameters: the parameters themselves.
         buffers: the buffers themselves, those that are not saved too.
+        entries: what ``module.state_dict()`` would return, where that can be told without calling it (half of
+            the time of a walk); else None. By raw name.
     """
 
     module: torch.nn.Module
     is_wrapped: bool
     parameters: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
+    entries: dict[str, torch.Tensor] | None = None
 
     def canonical(self, raw_names: Iterator[str] | list[str]) -> dict[str, str]:
         """:func:`canonical_names` of this module, without a walk where nothing wraps it."""
@@ -118,22 +122,43 @@ def owned_tensors(module: torch.nn.Module) -> ModuleTensors:
     """
     parameters: dict[str, torch.Tensor] = {}
     buffers: dict[str, torch.Tensor] = {}
+    entries: dict[str, torch.Tensor] | None = None
     paths = plain_paths(module)
     if paths is None:  # a class with a view of its own of what its names are
         parameters.update(module.named_parameters(remove_duplicate=False))
         buffers.update(module.named_buffers(remove_duplicate=False))
         is_wrapped = _is_wrapped(module, module.modules())
     else:
-        for prefix, part in paths:
-            parameters.update((prefix + name, p) for name, p in part._parameters.items() if p is not None)
-            buffers.update((prefix + name, b) for name, b in part._buffers.items() if b is not None)
+        entries = _collect_tensors(paths, parameters, buffers)
         is_wrapped = _is_wrapped(module, (part for _, part in paths))
     _refuse_lazy(parameters)
     _refuse_lazy(buffers)
     if is_wrapped:
         parameters = {fqn: parameters[raw] for raw, fqn in _stripped(module, list(parameters)).items()}
         buffers = {fqn: buffers[raw] for raw, fqn in _stripped(module, list(buffers)).items()}
-    return ModuleTensors(module, is_wrapped, parameters, buffers)
+    return ModuleTensors(module, is_wrapped, parameters, buffers, entries)
+
+
+def _collect_tensors(
+    paths: Iterable[tuple[str, torch.nn.Module]],
+    parameters: dict[str, torch.Tensor],
+    buffers: dict[str, torch.Tensor],
+) -> dict[str, torch.Tensor] | None:
+    """Fill ``parameters`` and ``buffers``; return what the state dict has, in its order, or None: ask it."""
+    entries: dict[str, torch.Tensor] = {}
+    is_plain = True
+    for prefix, part in paths:
+        is_plain = is_plain and stores_plainly(part)
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                parameters[prefix + name] = entries[prefix + name] = parameter
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                buffers[prefix + name] = buffer
+                if name not in part._non_persistent_buffers_set:
+                    entries[prefix + name] = buffer
+    # Other classes of tensors may have a detach() of their own, by which state_dict() shows them.
+    return entries if is_plain and all(type(tensor) in _PLAIN for tensor in entries.values()) else None
 
 
 def _refuse_lazy(tensors: Mapping[str, torch.Tensor]) -> None:

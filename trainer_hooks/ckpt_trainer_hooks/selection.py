@@ -27,6 +27,7 @@ Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
 RNG_ITEM = "rng"
 _NOT_NUMBERS = re.compile(r"torch\.(float4.*|bits.*|u?int[1-7])")
 _WILDCARDS = ("*", "?", "[")
+_ALL = ("*",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,7 @@ class RestoreOptions:
         cast_dtypes: convert tensors of modules to the live dtype, with a warning for each pair of dtypes.
     """
 
-    include: tuple[str, ...] = ("*",)
+    include: tuple[str, ...] = _ALL
     exclude: tuple[str, ...] = ()
     weights_only: bool = False
     rename: Rename | None = None
@@ -73,7 +74,7 @@ class RestoreOptions:
         if rename is not None:
             rename_function(rename)  # raises
         return cls(
-            include=("*",) if include is None else patterns("include", include),
+            include=_ALL if include is None else patterns("include", include),
             exclude=patterns("exclude", exclude, may_be_empty=True),
             weights_only=weights_only,
             rename=rename,
@@ -84,6 +85,8 @@ class RestoreOptions:
 
     def takes(self, name: str) -> bool:
         """Whether the tensor ``name`` is taken, as far as its name decides."""
+        if self.include == _ALL and not self.exclude:  # the common case, asked twice for each tensor
+            return True
         return _fits(name, self.include) and not _fits(name, self.exclude)
 
     def takes_item(self, item: str, *, is_module: bool = False) -> bool:

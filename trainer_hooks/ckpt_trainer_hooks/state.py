@@ -192,6 +192,7 @@ class _Flattening:
         self._parts: dict[str, dict[str, Any]] = {}
         self._storages: dict[int, list[Placed]] = {}  # by address; leaves of modules
         self._walked: dict[str, ModuleTensors] = {}  # modules, by item
+        self._has_called_out = False  # to code that is not torch's or ours, which may draw random numbers
 
     def run(self) -> FlatState:
         encoders: dict[ItemKind, Callable[[str, Any], dict[str, Any]]] = {
@@ -213,7 +214,7 @@ class _Flattening:
             if not (isinstance(item, GradientState) and item.is_empty):
                 target[name] = encoders[self._state.kinds[name]](name, item)
         own |= self._own_gradients
-        if not is_same_state(rng, capture_rng()):
+        if self._has_called_out and not is_same_state(rng, capture_rng()):
             restore_rng(rng)  # a save must not change what training draws next
         tree: dict[str, Any] = {"items": shared, "aliases": self._aliases}
         if self._parts:
@@ -234,7 +235,10 @@ class _Flattening:
             for fqn, tensor in found.items()
             if type(tensor) not in _PLAIN and is_made_of_parts(tensor)
         }
-        state = module.state_dict()
+        state = walked.entries
+        if state is None or wrappers:  # hooks, or classes that have a say in what their state is
+            self._has_called_out = True
+            state = module.state_dict()
         extra = {}
         for raw, fqn in walked.canonical(list(state)).items():
             value = state[raw]
@@ -267,9 +271,11 @@ class _Flattening:
         return walked
 
     def _stateful(self, item: str, stateful: Any) -> dict[str, Any]:
+        self._has_called_out = True
         return {"kind": str(ItemKind.STATEFUL), "state": stateful.state_dict()}
 
     def _plain(self, item: str, value: Any) -> dict[str, Any]:
+        self._has_called_out |= type(value) is not dict
         return {"kind": str(ItemKind.PLAIN), "value": dict(value)}  # restored in place, so of any type
 
     def _generator(self, item: str, generator: Any) -> dict[str, Any]:
@@ -327,20 +333,20 @@ class _Flattening:
                 self._aliases[name] = other.layout.name
                 return
         others.append(placed)
-        self._append(name, placed, **kind)
+        self._append(name, placed, *kind)
 
     def _append(
         self,
         name: str,
         placed: Placed,
-        *,
         deferred: bool,
         agreed: bool = True,
         change: Change = Change.ALWAYS,
     ) -> None:
-        if name in self._names:
+        names = self._names
+        if name in names:
             raise InvalidInputError("two tensors have one name", tensor=name)
-        self._names.add(name)
+        names.add(name)
         self._flat.leaves.append(Leaf(placed, deferred, agreed, change))
 
 
