@@ -29,6 +29,8 @@ def details_of(manifest: disk_pb2.Manifest) -> Details:
         world_size=manifest.world_size,
         tensor_count=manifest.tensor_count,
         parent=_parent(manifest),
+        run=manifest.run,
+        run_id=manifest.run_id,
     )
 
 
@@ -41,6 +43,7 @@ def describe(
     pinned: bool,
     local_paths: Mapping[int, str],
     copies: Iterable[CopiesRow],
+    foreign: CkptError | None,
 ) -> Shown:
     """Return a checkpoint in full.
 
@@ -50,6 +53,7 @@ def describe(
         pinned: whether it is.
         local_paths: the sealed copies, by rank.
         copies: what nodes hold of it.
+        foreign: says that it is not of the run at the URL; None: it is.
     """
     ident = CheckpointId.from_proto(manifest.id)
     return Shown(
@@ -80,6 +84,9 @@ def describe(
             for segment in sorted(segments, key=lambda item: item.rank)
         ],
         copies=list(copies),
+        run=manifest.run,
+        run_id=manifest.run_id,
+        foreign=problem_of(foreign) if foreign is not None else None,
     )
 
 

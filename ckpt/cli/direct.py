@@ -30,7 +30,8 @@ from ckpt.errors import CkptError, CorruptError, NotFoundError
 from ckpt.events import get_logger
 from ckpt.format import keys
 from ckpt.format.held import Held
-from ckpt.format.ids import CheckpointId, split_run_url
+from ckpt.format.ids import CheckpointId, same_run, split_run_url
+from ckpt.ops.attempts import read_run_id
 from ckpt.ops.catalog import (
     CheckpointInfo,
     latest,
@@ -41,7 +42,8 @@ from ckpt.ops.catalog import (
     require_run,
     resolve,
 )
-from ckpt.ops.holdings import node_holdings
+from ckpt.ops.holdings import node_holdings, sealed_paths
+from ckpt.ops.identity import absence, find_foreign
 from ckpt.ops.pins import is_pinned, list_pins, pin, unpin
 from ckpt.plan.retention import Verdict, newest_first
 from ckpt.storage.base import Store
@@ -75,16 +77,19 @@ class DirectBackend:
         committed = {info.ident: info for info in list_checkpoints(store)}
         local = self._staging.sealed_checkpoints(keys.run_key(url))
         if not committed and not local:
-            require_run(store)
+            with self._explained(url):
+                require_run(store)
         pins = list_pins(store)
         chosen, problem = None, None
         try:
             chosen = latest(store)
         except CorruptError as error:
             problem = problem_of(error)
+        run_id = read_run_id(store) or ""
         copies: dict[CheckpointId, list[CopiesRow]] | None = None
         if with_copies:
-            copies = {held.ident: [_copies(held)] for held in node_holdings(self._staging, keys.run_key(url))}
+            here = node_holdings(self._staging, keys.run_key(url))
+            copies = {held.ident: [_copies(held)] for held in here if same_run(held.run_id, run_id)}
         rows = [
             _row(
                 ident,
@@ -96,7 +101,7 @@ class DirectBackend:
             )
             for ident in newest_first([*committed, *local])
         ]
-        return Listing(rows=rows, problem=problem)
+        return Listing(rows=rows, problem=problem, run_id=run_id)
 
     def details(self, url: str, checkpoints: Sequence[str]) -> dict[str, Details | CkptError]:
         store = self._store(url)
@@ -112,7 +117,9 @@ class DirectBackend:
 
     def show(self, url: str, checkpoint: str) -> Shown:
         store = self._store(url)
-        opened = load_checkpoint(store, resolve(store, checkpoint))
+        with self._explained(url):
+            ident = resolve(store, checkpoint)
+        opened = load_checkpoint(store, ident)
         run_key = keys.run_key(url)
         return describe(
             url,
@@ -120,11 +127,13 @@ class DirectBackend:
             opened.layouts,
             opened.summaries(),
             pinned=is_pinned(store, opened.ident),
-            local_paths={
-                rank: str(self._staging.segment_path(run_key, opened.ident, rank))
-                for rank in self._staging.sealed_ranks(run_key, opened.ident)
-            },
-            copies=map(_copies, node_holdings(self._staging, run_key, opened.ident)),
+            local_paths=sealed_paths(self._staging, run_key, opened.ident, opened.manifest.run_id),
+            copies=[
+                _copies(held)
+                for held in node_holdings(self._staging, run_key, opened.ident)
+                if same_run(held.run_id, opened.manifest.run_id)
+            ],
+            foreign=find_foreign(store, opened.manifest),
         )
 
     def verify(self, url: str, checkpoint: str, *, deep: bool, on_bytes: OnBytes) -> Verified:
@@ -132,7 +141,9 @@ class DirectBackend:
         from ckpt.ops.verify import verify_deep, verify_quick
 
         store = self._store(url)
-        ident = resolve(store, checkpoint)
+        with self._explained(url):
+            ident = resolve(store, checkpoint)
+        found: list[CkptError] = []
         checked = 0
 
         def progress(done: int, total: int) -> None:
@@ -142,9 +153,11 @@ class DirectBackend:
 
         try:
             opened = load_checkpoint(store, ident)
-            found = verify_deep(opened, progress=progress) if deep else verify_quick(opened)
+            if (foreign := find_foreign(store, opened.manifest)) is not None:
+                found.append(foreign)
+            found += verify_deep(opened, progress=progress) if deep else verify_quick(opened)
         except CorruptError as error:  # not even the manifest or the layouts can be read
-            found = [error]
+            found.append(error)
         return Verified(checkpoint=str(ident), checked_nbytes=checked, problems=list(map(problem_of, found)))
 
     def repair(self, url: str, checkpoint: str, *, peers: Sequence[str], dry_run: bool) -> Repair:
@@ -235,6 +248,16 @@ class DirectBackend:
             return [f"{root}/{name}" for name in list_runs(store)]
         finally:
             store.close()
+
+    @contextmanager
+    def _explained(self, url: str) -> Iterator[None]:
+        """Where the block finds that there is no run at ``url``, say what there is near it."""
+        try:
+            yield
+        except NotFoundError as error:
+            if error.code != "no-run":
+                raise
+            raise absence(url, self._open) from error
 
     def _store(self, url: str) -> Store:
         if url not in self._stores:

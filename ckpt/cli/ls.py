@@ -42,7 +42,7 @@ def list_command(
     on all that the server knows of the run.
 
     Marks: latest (what a restore would choose), pinned, local (also in the staging directory), staged
-    (only there: not committed yet), damaged (its manifest cannot be read).
+    (only there: not committed yet), damaged (its manifest cannot be read), other-run (put here by hand).
     """
     url = absolute_url(url)
     backend = open_backend(server, store)
@@ -111,13 +111,24 @@ def _print_json(url: str, listing: Listing, details: dict[str, Details | CkptErr
             "count": len(listing.rows),
             "latest": next((row.checkpoint for row in listing.rows if row.latest), None),
             "problem": listing.problem,
-            "checkpoints": [_document(row, details.get(row.checkpoint)) for row in listing.rows],
+            "run_id": listing.run_id or None,
+            "checkpoints": [
+                _document(row, details.get(row.checkpoint), listing.run_id) for row in listing.rows
+            ],
         }
     )
 
 
-def _document(row: Row, found: Details | CkptError | None) -> dict[str, Any]:
-    document = asdict(row) | {"damaged": isinstance(found, CorruptError), "details": None}
+def _is_foreign(found: Details | CkptError | None, run_id: str) -> bool:
+    """Whether a manifest that was read names another run id than the run has."""
+    if found is None or isinstance(found, CkptError):
+        return False
+    return bool(found.run_id and run_id) and found.run_id != run_id
+
+
+def _document(row: Row, found: Details | CkptError | None, run_id: str) -> dict[str, Any]:
+    flags = {"damaged": isinstance(found, CorruptError), "other_run": _is_foreign(found, run_id)}
+    document = asdict(row) | flags | {"details": None}
     if found is not None and not isinstance(found, CkptError):
         document["details"] = asdict(found)
     return document
@@ -137,7 +148,10 @@ def _print_table(
         with_details = bool(details)
         print_table(
             _columns(with_details, long),
-            [_cells(row, details.get(row.checkpoint), with_details, long) for row in shown],
+            [
+                _cells(row, details.get(row.checkpoint), listing.run_id, with_details=with_details, long=long)
+                for row in shown
+            ],
         )
     print_line(_footer(url, len(listing.rows), len(shown)))
     if listing.problem is not None:
@@ -164,7 +178,9 @@ def _columns(with_details: bool, long: bool) -> list[Column]:
     return [*columns, Column("MARKS")]
 
 
-def _cells(row: Row, found: Details | CkptError | None, with_details: bool, long: bool) -> list[str | Cell]:
+def _cells(
+    row: Row, found: Details | CkptError | None, run_id: str, *, with_details: bool, long: bool
+) -> list[str | Cell]:
     from ckpt.cli.render import Cell, human_bytes, human_time
 
     cells: list[str | Cell] = [str(row.step), row.checkpoint, human_time(row.committed_at)]
@@ -181,8 +197,10 @@ def _cells(row: Row, found: Details | CkptError | None, with_details: bool, long
         "local": row.local and row.committed,
         "staged": not row.committed,
         "damaged": isinstance(found, CorruptError),
+        "other-run": _is_foreign(found, run_id),
     }
-    style = "bold red" if flags["damaged"] else "green" if row.latest else "yellow" if flags["staged"] else ""
+    is_wrong = flags["damaged"] or flags["other-run"]
+    style = "bold red" if is_wrong else "green" if row.latest else "yellow" if flags["staged"] else ""
     return [*cells, Cell(" ".join(name for name, is_set in flags.items() if is_set), style)]
 
 

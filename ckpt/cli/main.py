@@ -32,7 +32,7 @@ __all__ = ["app", "run"]
 _HELP = """Checkpoints of training runs: list, inspect, compare, verify, repair, pin, prune, serve.
 
 Exit codes: 0 done, 1 failed (diff: different), 2 usage, 3 not found, 4 damaged, 5 refused (it would
-lose data), 6 ranks hang or are gone (health)."""
+lose data), 6 ranks hang or are gone (health), 7 the checkpoint is another run's."""
 
 app = typer.Typer(
     help=_HELP,

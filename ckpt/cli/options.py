@@ -28,6 +28,7 @@ __all__ = [
     "EXIT_DIFFERENT",
     "EXIT_FAILED",
     "EXIT_NOT_FOUND",
+    "EXIT_OTHER_RUN",
     "EXIT_REFUSED",
     "EXIT_UNHEALTHY",
     "EXIT_USAGE",
@@ -48,6 +49,7 @@ EXIT_NOT_FOUND = 3
 EXIT_DAMAGED = 4
 EXIT_REFUSED = 5
 EXIT_UNHEALTHY = 6
+EXIT_OTHER_RUN = 7
 
 _EXIT_CODES: tuple[tuple[type[CkptError], int], ...] = (
     (InvalidInputError, EXIT_USAGE),
@@ -60,6 +62,8 @@ _EXIT_CODES: tuple[tuple[type[CkptError], int], ...] = (
 _HINTS_BY_CODE: dict[str, str] = {
     "no-checkpoint": "`ckpt list URL` shows what there is",
     "no-run": "check the URL; `ckpt runs ROOT` shows the runs below a root",
+    "empty-store": "check URL, endpoint (AWS_ENDPOINT_URL, --endpoint-url) and credentials",
+    "other-run": "`ckpt show URL ID` says whose it is; docs/recovery.md, section 8, how to move a run",
     "grace": "give --older-than 1h or more; --force where nobody writes to the run",
     "denied": "check the credentials (AWS_ACCESS_KEY_ID, AWS_PROFILE, ...) of whoever opens the store, this "
     "command or the server, and its rights below the URL",
@@ -165,6 +169,8 @@ class OutputOptions:
 
 def exit_code(error: CkptError) -> int:
     """Return the exit code that stands for ``error``."""
+    if error.code == "other-run":
+        return EXIT_OTHER_RUN
     return next((code for cls, code in _EXIT_CODES if isinstance(error, cls)), EXIT_FAILED)
 
 

@@ -42,12 +42,16 @@ class Details:
         world_size: ranks that saved.
         tensor_count: number of tensors.
         parent: what the attempt resumed from; None for a fresh start.
+        run: name of the run that saved it.
+        run_id: of its life; empty: an older version saved it.
     """
 
     nbytes: int
     world_size: int
     tensor_count: int
     parent: str | None
+    run: str
+    run_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,10 +120,12 @@ class Listing:
     Attributes:
         rows: the checkpoints.
         problem: why it is unknown which one is the latest.
+        run_id: of the run's present life; empty: not known.
     """
 
     rows: list[Row]
     problem: Problem | None = None
+    run_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +180,8 @@ class SegmentRow:
 class Shown:
     """One checkpoint in full. ``committed_at`` is by the committer's clock; ``stored_nbytes`` is what its own
     objects take: compressed, without chunks that lie in older checkpoints' objects. ``copies`` is what nodes
-    hold of it: this one, and through a server every one that it knows of the run.
+    hold of it: this one, and through a server every one that it knows of the run. ``foreign`` says so where
+    it is not of the run at this URL.
     """
 
     url: str
@@ -195,6 +202,9 @@ class Shown:
     tensors: list[TensorRow]
     segments: list[SegmentRow]
     copies: list[CopiesRow]
+    run: str
+    run_id: str
+    foreign: Problem | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

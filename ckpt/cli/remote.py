@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from ckpt.cli.backend import OnBytes, OnDeleted, OnSwept
@@ -49,12 +50,14 @@ class RemoteBackend:
         self._client.close()
 
     def listing(self, url: str, *, with_copies: bool = False) -> Listing:
-        found, chosen, problem = self._list(url, with_copies=with_copies)
+        found, chosen, problem, run_id = self._list(url, with_copies=with_copies)
         if not found:
-            self._require_run(url)
+            with self._explained(url):
+                self._require_run(url)
         return Listing(
             rows=[_row(info, chosen, with_copies=with_copies) for info in found],
             problem=problem_of(problem) if problem else None,
+            run_id=run_id,
         )
 
     def details(self, url: str, checkpoints: Sequence[str]) -> dict[str, Details | CkptError]:
@@ -68,7 +71,8 @@ class RemoteBackend:
             return dict(zip(checkpoints, pool.map(read, checkpoints), strict=True))
 
     def show(self, url: str, checkpoint: str) -> Shown:
-        reply = self._client.get_manifest(url, checkpoint)
+        with self._explained(url):
+            reply = self._client.get_manifest(url, checkpoint)
         return describe(
             url,
             reply.manifest,
@@ -77,17 +81,19 @@ class RemoteBackend:
             pinned=reply.pinned,
             local_paths={copy.rank: copy.path for copy in reply.local_copies},
             copies=map(_copies, reply.copies),
+            foreign=error_from_info(reply.foreign) if reply.HasField("foreign") else None,
         )
 
     def verify(self, url: str, checkpoint: str, *, deep: bool, on_bytes: OnBytes) -> Verified:
         problems: list[CkptError] = []
         checked, ident = 0, checkpoint
-        for message in self._client.verify(url, checkpoint, deep=deep):
-            ident = str(CheckpointId.from_proto(message.id))
-            problems += map(error_from_info, message.problems)
-            checked = message.checked_bytes
-            if message.total_bytes:
-                on_bytes(checked, message.total_bytes)
+        with self._explained(url):
+            for message in self._client.verify(url, checkpoint, deep=deep):
+                ident = str(CheckpointId.from_proto(message.id))
+                problems += map(error_from_info, message.problems)
+                checked = message.checked_bytes
+                if message.total_bytes:
+                    on_bytes(checked, message.total_bytes)
         return Verified(checkpoint=ident, checked_nbytes=checked, problems=list(map(problem_of, problems)))
 
     def repair(self, url: str, checkpoint: str, *, peers: Sequence[str], dry_run: bool) -> Repair:
@@ -152,7 +158,7 @@ class RemoteBackend:
             return list(pool.map(self._run, self._client.list_runs(root)))
 
     def _run(self, url: str) -> RunRow:
-        found, chosen, problem = self._list(url)
+        found, chosen, problem, _ = self._list(url)
         if problem is not None:
             raise problem
         count = sum(1 for info in found if info.location != "local")
@@ -161,22 +167,49 @@ class RemoteBackend:
 
     def _list(
         self, url: str, *, with_copies: bool = False
-    ) -> tuple[list[catalog_pb2.CheckpointInfo], CheckpointId | None, CkptError | None]:
-        """Every checkpoint; the latest; why that is not known."""
+    ) -> tuple[list[catalog_pb2.CheckpointInfo], CheckpointId | None, CkptError | None, str]:
+        """Every checkpoint; the latest; why that is not known; the run's id."""
         found: list[catalog_pb2.CheckpointInfo] = []
-        chosen, problem = None, None
+        chosen, problem, run_id = None, None, ""
         for page in self._client.list_pages(url, page_size=_PAGE_SIZE, with_copies=with_copies):
             found += page.checkpoints
+            run_id = run_id or page.run_id
             if page.HasField("latest"):
                 chosen = CheckpointId.from_proto(page.latest)
             if page.HasField("latest_problem"):
                 problem = error_from_info(page.latest_problem)
-        return found, chosen, problem
+        return found, chosen, problem, run_id
+
+    @contextmanager
+    def _explained(self, url: str) -> Iterator[None]:
+        """Where the server finds that there is no run at ``url``, say what there is near it, if that may be
+        known.
+        """
+        try:
+            yield
+        except NotFoundError as error:
+            if error.code != "no-run":
+                raise
+            # Here: a client of a server does without the operations on stores, until something is wrong.
+            from ckpt.ops.identity import absence_among
+
+            try:
+                found = absence_among(url, folders=self._names, holds_run=lambda at, name: True)
+            except CkptError:  # this token does not reach so far
+                raise error from None
+            raise found from error
+
+    def _names(self, root: str) -> list[str]:
+        return [split_run_url(url)[1] for url in self._client.list_runs(root)]
 
     def _require_run(self, url: str) -> None:
-        root = split_run_url(url)[0]
-        if url not in self._client.list_runs() and url not in self._client.list_runs(root):
-            raise NotFoundError("there is no run at this URL", code="no-run", url=url)
+        if url in self._client.list_runs():
+            return
+        try:
+            self._client.get_manifest(url, "latest", manifest_only=True)
+        except (CorruptError, NotFoundError) as error:
+            if error.code == "no-run":
+                raise
 
 
 def _row(info: catalog_pb2.CheckpointInfo, chosen: CheckpointId | None, *, with_copies: bool) -> Row:

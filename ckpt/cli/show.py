@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckpt.cli.backend import open_backend
-from ckpt.cli.options import CheckpointArgument, OutputOptions, ServerOptions, StoreOptions, UrlArgument
+from ckpt.cli.options import (
+    EXIT_OTHER_RUN,
+    CheckpointArgument,
+    OutputOptions,
+    ServerOptions,
+    StoreOptions,
+    UrlArgument,
+)
 from ckpt.errors import NotFoundError
 from ckpt.urls import absolute_url
 
@@ -37,7 +44,7 @@ def show_command(
     LAYOUT reads, per mesh dim, "name=size:placement": S(0) sharded along tensor dim 0, SS(0,2) strided
     shard, R replicated. RANKS are those that store a part: replicas share the work.
     """
-    from ckpt.cli.render import print_json
+    from ckpt.cli.render import error_console, print_json
 
     url = absolute_url(url)
     backend = open_backend(server, store)
@@ -55,6 +62,9 @@ def show_command(
         print_json(shown)
     else:
         _print(shown, len(shown.tensors) + len(shown.segments) if show_all else limit)
+    if shown.foreign is not None:
+        error_console().print(f"error: {shown.foreign}", style="red")
+        raise typer.Exit(EXIT_OTHER_RUN)
 
 
 def _print(shown: Shown, limit: int) -> None:
@@ -84,6 +94,7 @@ def _facts(shown: Shown) -> list[tuple[str, str]]:
             f"{human_bytes(shown.nbytes)} ({shown.nbytes:,} bytes), {counted(shown.tensor_count, 'tensor')}",
         ),
         ("stored", _stored(shown)),
+        ("run", f"{shown.run} ({shown.run_id or 'an older version wrote no id'})"),
         ("saved by", f"{counted(shown.world_size, 'rank')} in {counted(shown.group_count, 'node group')}"),
         ("resumed from", shown.parent or "a fresh start"),
         ("remote copy", f"{_ranks(shown.segments)} in {shown.url}"),

@@ -9,6 +9,7 @@ import typer
 from ckpt.cli.backend import Backend, open_backend
 from ckpt.cli.options import (
     EXIT_DAMAGED,
+    EXIT_OTHER_RUN,
     CheckpointArgument,
     OutputOptions,
     ServerOptions,
@@ -20,6 +21,7 @@ from ckpt.urls import absolute_url
 
 if TYPE_CHECKING:
     from ckpt.cli.records import Verified
+    from ckpt.cli.render import Cell
 
 __all__ = ["verify_command"]
 
@@ -38,7 +40,9 @@ def verify_command(
     store: StoreOptions,
     output: OutputOptions,
 ) -> None:
-    """Check that a checkpoint is whole. Exits with 4 where it is not, and names objects and chunks."""
+    """Check that a checkpoint is whole, and of this run. Exits with 4 where it is damaged, and names objects
+    and chunks; with 7 where it is another run's and nothing else is wrong.
+    """
     from ckpt.cli.render import print_json
 
     if verify_all and checkpoint != "latest":
@@ -55,8 +59,9 @@ def verify_command(
         print_json({"url": url, "deep": deep, "checkpoints": found})
     else:
         _print(found, deep)
-    if any(verified.problems for verified in found):
-        raise typer.Exit(EXIT_DAMAGED)
+    codes = {problem.code for verified in found for problem in verified.problems}
+    if codes:
+        raise typer.Exit(EXIT_OTHER_RUN if codes == {"other-run"} else EXIT_DAMAGED)
 
 
 def _verify_all(backend: Backend, url: str, deep: bool) -> list[Verified]:
@@ -80,8 +85,19 @@ def _verify(backend: Backend, url: str, checkpoint: str, deep: bool) -> Verified
         return backend.verify(url, checkpoint, deep=deep, on_bytes=update)
 
 
+def _result(verified: Verified, deep: bool) -> Cell:
+    from ckpt.cli.render import Cell, counted
+
+    damage = [problem for problem in verified.problems if problem.code != "other-run"]
+    if damage:
+        return Cell(f"damaged: {counted(len(damage), 'problem')}", "bold red")
+    if verified.problems:
+        return Cell("another run's", "bold red")
+    return Cell("whole" if deep else "whole (quick)", "green")
+
+
 def _print(found: list[Verified], deep: bool) -> None:
-    from ckpt.cli.render import Cell, Column, counted, human_bytes, print_line, print_table
+    from ckpt.cli.render import Column, human_bytes, print_line, print_table
 
     if found:
         print_table(
@@ -90,9 +106,7 @@ def _print(found: list[Verified], deep: bool) -> None:
                 (
                     verified.checkpoint,
                     human_bytes(verified.checked_nbytes) if deep else "-",
-                    Cell(f"damaged: {counted(len(verified.problems), 'problem')}", "bold red")
-                    if verified.problems
-                    else Cell("whole" if deep else "whole (quick)", "green"),
+                    _result(verified, deep),
                 )
                 for verified in found
             ],

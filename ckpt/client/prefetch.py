@@ -29,11 +29,12 @@ from ckpt.format.ids import CheckpointId
 from ckpt.format.peer import PeerNode
 from ckpt.format.segment import chunk_range
 from ckpt.ops import catalog
+from ckpt.ops.attempts import read_run_id
 from ckpt.ops.checkpoint import Checkpoint
 from ckpt.ops.fetch import read_verified_chunk
 from ckpt.ops.holdings import node_holdings
 from ckpt.ops.tiers import PEER, REMOTE
-from ckpt.plan.choice import NodeHoldings, standings
+from ckpt.plan.choice import NodeHoldings, of_one_life, standings
 from ckpt.plan.share import saved_ranks_for
 from ckpt.rpc.access import PeerAccess
 from ckpt.storage.base import Store
@@ -178,7 +179,11 @@ class _Prefetch:
     ) -> Prefetched:
         """Choose as a restore would."""
         own = NodeHoldings(node=self.me, in_job=True, held=tuple(mine))
-        found = standings([own, *self.holdings])
+        nodes, strangers = of_one_life([own, *self.holdings], read_run_id(self.store))
+        for stranger in strangers:
+            event(_log, logging.WARNING, "prefetch.other_life", checkpoint=stranger.ident, host=stranger.host)
+        mine, self.holdings = nodes[0].held, nodes[1:]
+        found = standings(nodes)
         usable = [ident for ident, standing in found.items() if standing.is_usable]
         if wanted == "latest":
             ident = next(catalog.candidates(self.store, usable), None)

@@ -24,6 +24,7 @@ class Held:
         is_committed: the node knows that it is; False: it may be all the same.
         own: ranks whose segment was sealed on the node, ascending.
         replicas: ranks of other nodes whose segment it has a replica of, ascending.
+        run_id: of the run's life that saved it; empty: not known.
     """
 
     ident: CheckpointId
@@ -31,6 +32,7 @@ class Held:
     is_committed: bool
     own: tuple[int, ...]
     replicas: tuple[int, ...]
+    run_id: str = ""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -40,19 +42,20 @@ class Held:
     def to_json(self) -> list[Any]:
         """Return what JSON can carry, short where ranks are neighbours."""
         ranks = [ranks_to_text(self.own), ranks_to_text(self.replicas)]
-        return [str(self.ident), self.world_size, self.is_committed, *ranks]
+        return [str(self.ident), self.world_size, self.is_committed, *ranks, self.run_id]
 
     @classmethod
     def from_json(cls, body: Sequence[Any]) -> Held:
         """Parse :meth:`to_json`. Raises CorruptError."""
         try:
-            ident, world_size, is_committed, own, replicas = body
+            ident, world_size, is_committed, own, replicas, run_id = body
             return cls(
                 ident=CheckpointId.parse(ident),
                 world_size=int(world_size),
                 is_committed=bool(is_committed),
                 own=ranks_from_text(own),
                 replicas=ranks_from_text(replicas),
+                run_id=str(run_id),
             )
         except MALFORMED as error:
             raise CorruptError("what a node says it holds is malformed", code="decode") from error
@@ -65,6 +68,7 @@ class Held:
             world_size=self.world_size,
             is_committed=self.is_committed,
             segments=[peer_pb2.HeldSegment(rank=rank, is_replica=replica) for rank, replica in sorted(held)],
+            run_id=self.run_id,
         )
 
     @classmethod
@@ -75,6 +79,7 @@ class Held:
             is_committed=message.is_committed,
             own=tuple(segment.rank for segment in message.segments if not segment.is_replica),
             replicas=tuple(segment.rank for segment in message.segments if segment.is_replica),
+            run_id=message.run_id,
         )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ckpt.errors import InvalidInputError
 from ckpt_proto.v1 import common_pb2
 
-__all__ = ["MAX_ATTEMPT", "MAX_STEP", "CheckpointId", "check_run_name", "split_run_url"]
+__all__ = ["MAX_ATTEMPT", "MAX_STEP", "CheckpointId", "check_run_name", "same_run", "split_run_url"]
 
 MAX_STEP = 999_999_999_999
 MAX_ATTEMPT = 999_999
@@ -75,3 +75,10 @@ def split_run_url(url: str) -> tuple[str, str]:
         raise InvalidInputError("the URL of a run needs a root and a run name, e.g. s3://bucket/run", url=url)
     check_run_name(run)
     return root, run
+
+
+def same_run(run_id: str, other: str) -> bool:
+    """Return whether two run ids may be of one life of a run. An empty one says nothing: what has none was
+    written by an older version.
+    """
+    return not run_id or not other or run_id == other

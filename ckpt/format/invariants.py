@@ -1,6 +1,7 @@
 """What must hold of a committed checkpoint, as functions. Run before a commit and by verify.
 
-G1 Every group index is of this checkpoint: one run, id, world size, parent and number of groups.
+G1 Every group index is of this checkpoint: one run, run id, id, world size, parent and number of groups. (A
+   run id that is missing says nothing: an older version wrote it.)
 G2 The groups are numbered in the order of their smallest rank, and each rank 0 .. world_size - 1 is in
    exactly one of them, with exactly one segment.
 G3 Every segment summary is whole: its key is the one of its rank, its digests are 16 bytes, its index lies
@@ -72,6 +73,7 @@ def _identity(header: disk_pb2.GroupHeader) -> dict[str, object]:
     return {
         "id": (header.id.step, header.id.attempt),
         "run": header.run,
+        "run_id": header.run_id,
         "world_size": header.world_size,
         "parent": parent,
         "group_count": header.group.count,
@@ -83,6 +85,7 @@ def _identity_problems(
 ) -> list[CkptError]:
     if found == expected:
         return []
+    unknown = [] if found["run_id"] and expected["run_id"] else ["run_id"]
     return [
         CorruptError(
             "G1: group index belongs to something else",
@@ -93,7 +96,7 @@ def _identity_problems(
             expected=expected[field],
         )
         for field in expected
-        if found[field] != expected[field]
+        if found[field] != expected[field] and field not in unknown
     ]
 
 
@@ -246,8 +249,10 @@ def check_manifest(manifest: disk_pb2.Manifest, summaries: Summaries, merged: La
     """Check G6."""
     groups = summaries.groups
     first = groups[0].header
+    run_id = next((group.header.run_id for group in groups if group.header.run_id), "")
     claims: dict[str, tuple[object, object]] = {
         "run": (manifest.run, first.run),
+        "run_id": (manifest.run_id or run_id, run_id or manifest.run_id),
         "world_size": (manifest.world_size, first.world_size),
         "group_count": (manifest.group_count, len(groups)),
         "groups_digest": (manifest.groups_digest.hex(), groups_digest(groups).hex()),

@@ -121,6 +121,7 @@ def _empty_header(segment: disk_pb2.SegmentIndex) -> disk_pb2.GroupHeader:
         world_size=segment.world_size,
         written_at=segment.captured_at,
         environment=segment.environment,
+        run_id=segment.run_id,
     )
     if segment.HasField("parent"):
         header.parent.CopyFrom(segment.parent)
@@ -130,7 +131,7 @@ def _empty_header(segment: disk_pb2.SegmentIndex) -> disk_pb2.GroupHeader:
 def _identity(segment: disk_pb2.SegmentIndex) -> tuple[object, ...]:
     parent = CheckpointId.from_proto(segment.parent) if segment.HasField("parent") else None
     group = segment.group
-    ident = (segment.run, segment.id.step, segment.id.attempt, segment.world_size, parent)
+    ident = (segment.run, segment.run_id, segment.id.step, segment.id.attempt, segment.world_size, parent)
     return (*ident, group.index, group.count, tuple(group.ranks))
 
 

@@ -104,6 +104,7 @@ def group_claims(summaries: Summaries) -> list[bytes]:
             *layouts[begin:end],
             bytes(explicit[begin:end]),
             header.run.encode(),
+            header.run_id.encode(),
         )
         found.append(digest(b"".join(parts)))
     return found

@@ -2,6 +2,10 @@
 
 ``attempts/999996.000003.json`` says who started attempt 3 and from which checkpoint. JSON, because people
 read it. Written once, never changed.
+
+The records also say which run this is. A run that was deleted and begun again at its URL counts from 1
+again, so neither URL nor numbers tell its two lives apart; the *run id* does. It is the claim of the first
+attempt, and every later attempt repeats it.
 """
 
 from __future__ import annotations
@@ -16,18 +20,24 @@ from ckpt.errors import ConflictError, CorruptError, InvalidInputError, NotFound
 from ckpt.format.ids import MAX_ATTEMPT, CheckpointId
 from ckpt.format.keys import ATTEMPTS, MANIFESTS, attempt_key, parse_attempt_key, parse_manifest_key
 from ckpt.format.limits import MALFORMED, load_json
+from ckpt.format.manifest import open_manifest
 from ckpt.storage.base import ObjectInfo, Store
 from ckpt.storage.conditional import commit_put
 
 __all__ = [
+    "NO_CLAIM",
     "Attempt",
     "claim_attempt",
     "first_parsed",
     "list_attempts",
     "newest_attempt",
     "read_attempt",
+    "read_run_id",
     "starts_from",
 ]
+
+NO_CLAIM = "0" * 32
+"""``claim_id`` of a record that was put again by a repair: what was claimed is not known any more."""
 
 T = TypeVar("T")
 
@@ -43,6 +53,7 @@ class Attempt:
         host: where rank 0 ran; for people.
         started_at: Unix seconds of the claimer's clock; for people.
         claim_id: 32 random hex digits that tell our own claim from a rival's.
+        run_id: of the run's life; empty: claimed by an older version.
     """
 
     number: int
@@ -51,6 +62,7 @@ class Attempt:
     host: str
     started_at: float
     claim_id: str
+    run_id: str = ""
 
     def to_json(self) -> bytes:
         body = {
@@ -61,6 +73,8 @@ class Attempt:
             "started_at": self.started_at,
             "claim_id": self.claim_id,
         }
+        if self.run_id:
+            body["run_id"] = self.run_id
         return json.dumps(body, indent=1).encode() + b"\n"
 
     @classmethod
@@ -76,6 +90,7 @@ class Attempt:
                 host=str(body["host"]),
                 started_at=float(body["started_at"]),
                 claim_id=str(body["claim_id"]),
+                run_id=str(body.get("run_id", "")),
             )
         except (*MALFORMED, InvalidInputError) as error:
             raise CorruptError("attempt record is damaged", code="attempt", key=key) from error
@@ -126,6 +141,45 @@ def read_attempt(store: Store, number: int) -> Attempt:
     """Return the record of an attempt. Raises NotFoundError, CorruptError."""
     key = attempt_key(number)
     return Attempt.from_json(store.get(key), key=key)
+
+
+def read_run_id(store: Store) -> str | None:
+    """Return the id of the run's present life.
+
+    Two or three requests.
+
+    Returns:
+        None: the store knows nothing of the run, neither an attempt nor a manifest. Empty: the run is there,
+        and the records that would say its id are lost or damaged.
+
+    Raises:
+        UnavailableError: the store cannot be reached.
+    """
+    newest = newest_attempt(store)
+    if newest is None:
+        return _run_id_of_manifests(store)
+    for number in dict.fromkeys((newest, 1)):
+        try:
+            attempt = read_attempt(store, number)
+        except (NotFoundError, CorruptError):  # reported by whoever needs the record itself
+            continue
+        if attempt.run_id:
+            return attempt.run_id
+        if number == 1 and attempt.claim_id != NO_CLAIM:
+            return attempt.claim_id
+    return ""
+
+
+def _run_id_of_manifests(store: Store) -> str | None:
+    """What the newest manifest says, where no attempt record is left."""
+    found = first_parsed(store, MANIFESTS, parse_manifest_key)
+    if found is None:
+        return None
+    ident, info = found
+    try:
+        return open_manifest(store.get(info.key), ident, key=info.key).run_id
+    except (NotFoundError, CorruptError):
+        return ""
 
 
 def list_attempts(store: Store) -> Iterator[int]:
@@ -190,6 +244,7 @@ def claim_attempt(
             host=host,
             started_at=clock.now(),
             claim_id=claim_id,
+            run_id=(read_run_id(store) if number > 1 else None) or claim_id,
         )
         if not commit_put(store, attempt_key(number), attempt.to_json(), claim_id.encode(), clock=clock):
             continue

@@ -35,6 +35,7 @@ __all__ = [
     "candidates",
     "exists",
     "is_on_line",
+    "is_run",
     "latest",
     "list_checkpoints",
     "list_runs",
@@ -89,12 +90,14 @@ def list_runs(root: Store) -> list[str]:
     One request (of a page) for the root and one for each folder in it; reads no keys below them.
     """
     names = list(root.list_dirs(""))
-
-    def is_run(name: str) -> bool:
-        return not _RUN_FOLDERS.isdisjoint(root.list_dirs(f"{name}/"))
-
     with ThreadPoolExecutor(_WORKERS, thread_name_prefix="ckpt-runs") as pool:
-        return [name for name, found in zip(names, pool.map(is_run, names), strict=True) if found]
+        found = pool.map(lambda name: is_run(root, name), names)
+        return [name for name, is_one in zip(names, found, strict=True) if is_one]
+
+
+def is_run(root: Store, name: str) -> bool:
+    """Return whether the folder ``name`` of ``root`` is a run. One request (of a page)."""
+    return not _RUN_FOLDERS.isdisjoint(root.list_dirs(f"{name}/"))
 
 
 def exists(store: Store, ident: CheckpointId) -> bool:

@@ -20,12 +20,13 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ckpt.clock import Clock, SystemClock
-from ckpt.errors import CkptError
+from ckpt.errors import CkptError, CorruptError, InvalidInputError, RefusedError
 from ckpt.events import event, get_logger
 from ckpt.format.ids import CheckpointId
-from ckpt.format.keys import manifest_key
+from ckpt.format.keys import INDEX, MANIFESTS, manifest_key, parse_manifest_key
 from ckpt.format.manifest import encode_manifest, open_manifest
 from ckpt.format.summaries import Summaries
+from ckpt.ops.attempts import first_parsed
 from ckpt.ops.catalog import exists
 from ckpt.ops.groups import list_groups, read_group_headers
 from ckpt.ops.known_groups import KnownGroups
@@ -33,7 +34,14 @@ from ckpt.ops.proof import make_manifest, prove_whole
 from ckpt.storage.base import Store
 from ckpt.storage.conditional import commit_put
 
-__all__ = ["CommitResult", "CommitState", "commit_delay_s", "may_commit", "try_commit"]
+__all__ = [
+    "CommitResult",
+    "CommitState",
+    "commit_delay_s",
+    "may_commit",
+    "publish_complete",
+    "try_commit",
+]
 
 _log = get_logger("ops.commit")
 _TAKEOVER_STEP_S = 2.0
@@ -152,3 +160,46 @@ def try_commit(
     for warning in whole.warnings:
         event(_log, logging.WARNING, "commit.odd", checkpoint=ident, reason=warning)
     return CommitResult(state=CommitState.COMMITTED, warnings=whole.warnings)
+
+
+def publish_complete(store: Store) -> list[CheckpointId]:
+    """Commit what is complete in a run that has no manifest at all; return that, newest first.
+
+    Where a run's manifests were lost, or its servers died right before their first one, everything else of
+    its checkpoints may be there. A run must not begin from scratch over that. Each is proved as in any
+    commit. Two requests where there is nothing.
+
+    Raises:
+        RefusedError: code "no-manifests": the store ignores conditional puts: only servers may commit then.
+        UnavailableError: the store cannot be reached.
+    """
+    if first_parsed(store, MANIFESTS, parse_manifest_key) is not None:
+        return []
+    found = []
+    for name in sorted(store.list_dirs(INDEX), reverse=True):
+        try:
+            ident = CheckpointId.parse(name)
+        except InvalidInputError:
+            continue
+        if not store.probe_conditional():
+            raise RefusedError(
+                "the run has parts of checkpoints in the store and no manifest; its servers may still commit "
+                "them: wait for that, or begin anew with start_over",
+                code="no-manifests",
+                url=store.url,
+            )
+        try:
+            state = try_commit(store, ident).state
+        except CorruptError as error:
+            event(_log, logging.WARNING, "commit.incomplete", checkpoint=ident, error=error)
+            continue
+        if state is CommitState.COMMITTED:
+            found.append(ident)
+            event(
+                _log,
+                logging.WARNING,
+                "commit.found",
+                reason="all of the checkpoint was in the store, but no manifest",
+                checkpoint=ident,
+            )
+    return found

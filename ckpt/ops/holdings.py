@@ -7,21 +7,23 @@ whole checkpoint can be proved without reading the segments' indexes.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from ckpt.digest import digest
 from ckpt.errors import CkptError, CorruptError, NotFoundError
 from ckpt.events import event, get_logger
 from ckpt.format.envelope import Kind, open_message
 from ckpt.format.held import Held
-from ckpt.format.ids import CheckpointId
+from ckpt.format.ids import CheckpointId, same_run
 from ckpt.format.manifest import single_header
 from ckpt.storage.peerfile import replicas_dir
 from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import disk_pb2
 
-__all__ = ["node_holdings", "read_held_index", "read_held_layout", "segment_headers"]
+__all__ = ["node_holdings", "read_held_index", "read_held_layout", "sealed_paths", "segment_headers"]
 
 _log = get_logger("holdings")
 
@@ -29,7 +31,8 @@ _log = get_logger("holdings")
 def node_holdings(staging: StagingDir, run_key: str, only: CheckpointId | None = None) -> list[Held]:
     """Return what this node holds of a run, ascending by step, then attempt. A run it lacks: nothing.
 
-    Files are looked for, not read, but for one index per checkpoint.
+    Files are looked for, not read, but for one index per checkpoint, own and replica. Where those are of two
+    lives of the run, there is one entry for each.
 
     Args:
         staging: of the node.
@@ -43,19 +46,35 @@ def node_holdings(staging: StagingDir, run_key: str, only: CheckpointId | None =
     idents = {ident for place in places for ident in place.checkpoints(run_key)}
     found = []
     for ident in sorted(idents if only is None else idents & {only}):
-        own, replicas = (_whole_segments(place, run_key, ident) for place in places)
-        world_size = _world_size(places, run_key, ident, (own, replicas))
-        if world_size is not None:
-            found.append(
-                Held(
-                    ident=ident,
-                    world_size=world_size,
-                    is_committed=any(place.is_committed(run_key, ident) for place in places),
-                    own=tuple(own),
-                    replicas=tuple(rank for rank in replicas if rank not in own),
-                )
+        own, replicas = (_held_in(place, run_key, ident) for place in places)
+        if own is not None and replicas is not None and same_run(own.run_id, replicas.run_id):
+            own = replace(
+                own,
+                replicas=tuple(rank for rank in replicas.own if rank not in own.own),
+                is_committed=own.is_committed or replicas.is_committed,
             )
+            replicas = None
+        if own is not None:
+            found.append(own)
+        if replicas is not None:
+            found.append(replace(replicas, own=(), replicas=replicas.own))
     return found
+
+
+def _held_in(place: StagingDir, run_key: str, ident: CheckpointId) -> Held | None:
+    """What one directory holds, as if it were the node's own."""
+    ranks = _whole_segments(place, run_key, ident)
+    index = _first_index(place, run_key, ident, ranks)
+    if index is None:
+        return None
+    return Held(
+        ident=ident,
+        world_size=index.world_size,
+        is_committed=place.is_committed(run_key, ident),
+        own=tuple(ranks),
+        replicas=(),
+        run_id=index.run_id,
+    )
 
 
 def _whole_segments(place: StagingDir, run_key: str, ident: CheckpointId) -> list[int]:
@@ -64,16 +83,15 @@ def _whole_segments(place: StagingDir, run_key: str, ident: CheckpointId) -> lis
     return [rank for rank in ranks if place.segment_path(run_key, ident, rank).is_file()]
 
 
-def _world_size(
-    places: Iterable[StagingDir], run_key: str, ident: CheckpointId, ranks: Iterable[Iterable[int]]
-) -> int | None:
-    """By the first index that can be read; None where none can."""
-    for place, held in zip(places, ranks, strict=True):
-        for rank in held:
-            try:
-                return place.read_index(run_key, ident, rank).world_size
-            except CkptError as error:
-                _report(ident, rank, error)
+def _first_index(
+    place: StagingDir, run_key: str, ident: CheckpointId, ranks: Iterable[int]
+) -> disk_pb2.SegmentIndex | None:
+    """The first index that can be read; None where none can."""
+    for rank in ranks:
+        try:
+            return place.read_index(run_key, ident, rank)
+        except CkptError as error:
+            _report(ident, rank, error)
     return None
 
 
@@ -95,6 +113,21 @@ def segment_headers(staging: StagingDir, run_key: str, ident: CheckpointId) -> I
                 _report(ident, rank, error)
                 continue
             yield single_header(index, index_digest=digest(data))
+
+
+def sealed_paths(staging: StagingDir, run_key: str, ident: CheckpointId, run_id: str) -> dict[int, str]:
+    """Return the path of each segment of ``ident`` that is sealed on this node and of this life of the run.
+
+    Raises:
+        UnavailableError: the directory cannot be read.
+    """
+    found = {}
+    for rank in staging.sealed_ranks(run_key, ident):
+        with contextlib.suppress(CorruptError, NotFoundError):
+            if not same_run(staging.read_index(run_key, ident, rank).run_id, run_id):
+                continue
+        found[rank] = str(staging.segment_path(run_key, ident, rank))
+    return found
 
 
 def read_held_index(staging: StagingDir, run_key: str, ident: CheckpointId, rank: int) -> bytes:

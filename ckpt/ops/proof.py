@@ -161,6 +161,7 @@ def make_manifest(
         references=[other.to_proto() for other in whole.references],
         environment={**first.environment, **environment},
         state_ranks=whole.state_ranks,
+        run_id=first.run_id,
     )
     if whole.stored_nbytes != whole.nbytes:
         manifest.stored_nbytes = whole.stored_nbytes

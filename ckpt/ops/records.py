@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 
 from ckpt.errors import ConflictError, CorruptError, NotFoundError
 from ckpt.format.envelope import Kind, seal_message
-from ckpt.format.ids import CheckpointId
+from ckpt.format.ids import CheckpointId, same_run
 from ckpt.format.keys import attempt_key, index_prefix, parse_borrows_key
-from ckpt.ops.attempts import Attempt, read_attempt
+from ckpt.ops.attempts import NO_CLAIM, Attempt, read_attempt, read_run_id
 from ckpt.ops.borrow import read_borrows
 from ckpt.storage.base import Store
 from ckpt_proto.v1 import disk_pb2
@@ -40,6 +40,8 @@ def _attempt_problem(store: Store, manifest: disk_pb2.Manifest) -> CorruptError 
         attempt = read_attempt(store, ident.attempt)
     except CorruptError as error:
         return error
+    if not same_run(attempt.run_id, manifest.run_id):
+        return None  # the checkpoint is another run's, and says so (ckpt.ops.identity); the record is fine
     if parent is not None and attempt.parent != parent:
         return CorruptError(
             "attempt record names another parent than its checkpoint",
@@ -86,7 +88,7 @@ def repair_records(
         code = problem.code if problem else None
     except NotFoundError:
         code = "missing"
-    if code is not None:
+    if code is not None and same_run(manifest.run_id, read_run_id(store) or ""):
         key = attempt_key(ident.attempt)
         if not dry_run:
             _put_attempt(store, key, _attempt_of(manifest, indexes), is_new=code == "missing")
@@ -110,7 +112,8 @@ def _attempt_of(manifest: disk_pb2.Manifest, indexes: Sequence[disk_pb2.SegmentI
         world_size=manifest.world_size,
         host="rebuilt by ckpt repair",
         started_at=manifest.committed_at,
-        claim_id="0" * 32,
+        claim_id=NO_CLAIM,
+        run_id=manifest.run_id,
     )
 
 

@@ -16,7 +16,7 @@ from ckpt.format.segment import chunk_range
 from ckpt.ops.checkpoint import Checkpoint
 from ckpt.ops.reread import read_again
 from ckpt.ops.stored import open_chunk
-from ckpt.ops.tiers import GIVEN_UP, REMOTE, Tier
+from ckpt.ops.tiers import GIVEN_UP, REMOTE, Tier, tier_index
 from ckpt.storage.scattered import copy_into
 from ckpt_proto.v1 import disk_pb2
 
@@ -62,7 +62,8 @@ class SourceSegment:
         self.rank = rank
         self._tiers: Sequence[Tier] = ()  # from the nearest that has it on
         for position, tier in enumerate(tiers):
-            if (found := tier.index(checkpoint.ident, rank)) is not None:
+            found = tier_index(tier, checkpoint.ident, rank, checkpoint.manifest.run_id)
+            if found is not None:
                 self.index = found
                 self._tiers = tiers[position:]
                 return

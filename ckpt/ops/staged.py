@@ -76,7 +76,11 @@ def join_headers(ident: CheckpointId, headers: Iterable[disk_pb2.GroupHeader]) -
 
 def _identity(header: disk_pb2.GroupHeader) -> bytes:
     bare = disk_pb2.GroupHeader(
-        run=header.run, id=header.id, group=header.group, world_size=header.world_size
+        run=header.run,
+        id=header.id,
+        group=header.group,
+        world_size=header.world_size,
+        run_id=header.run_id,
     )
     if header.HasField("parent"):
         bare.parent.CopyFrom(header.parent)

@@ -13,14 +13,14 @@ from typing import Protocol
 
 from ckpt.errors import CkptError, CorruptError, NotFoundError, UnavailableError
 from ckpt.events import event, get_logger
-from ckpt.format.ids import CheckpointId
+from ckpt.format.ids import CheckpointId, same_run
 from ckpt.storage.own_file import open_own
 from ckpt.storage.peerfile import replicas_dir
 from ckpt.storage.scattered import read_parts_at
 from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import disk_pb2
 
-__all__ = ["GIVEN_UP", "LOCAL", "PEER", "REMOTE", "REPLICA", "LocalTier", "Tier", "node_tiers"]
+__all__ = ["GIVEN_UP", "LOCAL", "PEER", "REMOTE", "REPLICA", "LocalTier", "Tier", "node_tiers", "tier_index"]
 
 LOCAL, REPLICA, PEER, REMOTE = "local", "replica", "peer", "remote"
 """Names of tiers, as they stand in statistics and events; REMOTE is the object store."""
@@ -109,3 +109,23 @@ class LocalTier:
 def node_tiers(staging: StagingDir, run_key: str) -> tuple[LocalTier, LocalTier]:
     """Return what a node has itself of a run: its own segments, then its replicas of others'."""
     return LocalTier(staging, run_key), LocalTier(replicas_dir(staging), run_key, name=REPLICA)
+
+
+def tier_index(tier: Tier, ident: CheckpointId, rank: int, run_id: str) -> disk_pb2.SegmentIndex | None:
+    """Return the index of a segment in ``tier``, or None where it is not there, or is of another life of the
+    run than ``run_id``: a run that was deleted and begun again uses the same ids for other things.
+    """
+    found = tier.index(ident, rank)
+    if found is None or same_run(found.run_id, run_id):
+        return found
+    event(
+        _log,
+        logging.WARNING,
+        "tier.other_run",
+        tier=tier.name,
+        checkpoint=ident,
+        rank=rank,
+        run_id=found.run_id,
+        expected=run_id,
+    )
+    return None

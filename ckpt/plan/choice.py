@@ -8,13 +8,23 @@ address for others is no source, except for a job that runs on that node alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckpt.format.held import Held
-from ckpt.format.ids import CheckpointId
+from ckpt.format.ids import CheckpointId, same_run
 from ckpt.format.peer import PeerNode
 
-__all__ = ["NodeHoldings", "Source", "Standing", "nearest_first", "owners", "sources", "standings"]
+__all__ = [
+    "NodeHoldings",
+    "Source",
+    "Standing",
+    "Stranger",
+    "nearest_first",
+    "of_one_life",
+    "owners",
+    "sources",
+    "standings",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +85,39 @@ class Source:
     target: str
     domain: str
     ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Stranger:
+    """Something that a node holds and that is not of the run's present life.
+
+    Attributes:
+        ident: which checkpoint.
+        run_id: of the life it is of; empty: not known.
+        host: name of the node.
+    """
+
+    ident: CheckpointId
+    run_id: str
+    host: str
+
+
+def of_one_life(
+    nodes: Iterable[NodeHoldings], run_id: str | None
+) -> tuple[list[NodeHoldings], tuple[Stranger, ...]]:
+    """Return what the nodes hold of one life of the run, and what else they hold, each once.
+
+    Args:
+        nodes: what they said.
+        run_id: of that life; empty: not known, then everything may be of it. None: the run does not exist, so
+            nothing is.
+    """
+    ours, strangers = [], set()
+    for item in nodes:
+        kept = tuple(held for held in item.held if run_id is not None and same_run(held.run_id, run_id))
+        ours.append(replace(item, held=kept))
+        strangers |= {Stranger(h.ident, h.run_id, item.node.host) for h in item.held if h not in kept}
+    return ours, tuple(sorted(strangers))
 
 
 def standings(nodes: Sequence[NodeHoldings]) -> dict[CheckpointId, Standing]:

@@ -19,6 +19,7 @@ from ckpt_server.lending import Lending
 from ckpt_server.publisher import publish_group
 from ckpt_server.replica_dir import ReplicaDir, ReplicaUnit
 from ckpt_server.retried import Retried
+from ckpt_server.run_identity import RunIdentity
 from ckpt_server.runs import Run, Runs
 from ckpt_server.settings import Settings
 from ckpt_server.uploader import Segment, Uploader
@@ -61,6 +62,7 @@ class Adopter:
         )
         # Stores and queues of their own: adopting must not hold up what this node has to upload itself.
         self._runs = Runs(replicas.files, workers=1, clock=clock)
+        self._identity = RunIdentity(replicas.files)
         self._lock = threading.Lock()
         self._published: set[_Key] = set()  # guarded by self._lock
         self._failed: set[_Key] = set()  # guarded by self._lock; not tried again before a restart
@@ -104,6 +106,7 @@ class Adopter:
             nonlocal wait_s, published_at
             if not set(unit.group.ranks) <= set(self._replicas.files.sealed_ranks(run.key, unit.ident)):
                 return None  # given up and dropped meanwhile
+            self._identity.require_own(run, unit.ident, unit.group.ranks[0])
             if exists(run.store, unit.ident):
                 self._committed(run, unit)
                 return None
@@ -139,6 +142,7 @@ class Adopter:
         run = self._runs.load(run_key)
 
         def work() -> float | None:
+            self._identity.require_own(run, ident)
             if exists(run.store, ident):
                 self._replicas.files.mark_committed(run.key, ident)
             return None
@@ -148,6 +152,10 @@ class Adopter:
 
         if ("ask", ident) not in run.control:
             run.control.add(("ask", ident), Retried(work, waiting=passed, failed=passed))
+
+    def make_way(self, segment: Segment, run_id: str) -> None:
+        """See :class:`ckpt_server.run_identity.RunIdentity`; raises also what reading run.json does."""
+        self._identity.make_way(self._runs.load(segment.run_key), segment, run_id)
 
     def close(self, deadline: float) -> bool:
         """Stop until ``deadline`` (monotonic); False: something still runs."""

@@ -17,6 +17,7 @@ from ckpt.clock import Clock, SystemClock
 from ckpt.errors import CkptError, UnavailableError
 from ckpt.events import event, get_logger
 from ckpt.rpc.channel import MAX_MESSAGE_NBYTES, MAX_REQUEST_NBYTES
+from ckpt.storage.aside import aside_nbytes
 from ckpt.storage.durable import write_durably
 from ckpt.storage.leftovers import LEFTOVER_S, sweep_leftovers
 from ckpt.storage.peerfile import write_peer_file
@@ -115,11 +116,12 @@ class App:
             clock=self._clock,
         )
         self._replicas = ReplicaDir(self._staging)
+        self._adopter = Adopter(self._replicas, settings, self._clock)
         self._keeper = ReplicaKeeper(
             self._staging,
             self._replicas,
             self._peers,
-            Adopter(self._replicas, settings, self._clock),
+            self._adopter,
             settings,
             self._clock,
         )
@@ -140,6 +142,8 @@ class App:
         self._staging.ensure()
         for place in (self._staging, self._replicas.files):
             sweep_leftovers(place, before=self._clock.now() - LEFTOVER_S)
+        if kept := aside_nbytes(self._staging):
+            event(_log, logging.WARNING, "staging.aside", staging=self._staging.path, nbytes=kept)
         metrics = self._metrics.start()
         self._scan()
         servers = self._make_servers()
@@ -235,6 +239,7 @@ class App:
             quota_nbytes=self._settings.replica_quota_nbytes,
             own_step_nbytes=self._largest_step_nbytes,
             make_room=self._keeper.make_room,
+            make_way=self._adopter.make_way,
             on_greet=self._keeper.greeted,
         )
         restore = RestoreService(staging=self._staging, checkpoints=checkpoints)

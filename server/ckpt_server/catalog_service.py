@@ -10,8 +10,9 @@ from ckpt.client.repair import repair
 from ckpt.client.whereabouts import find_copies
 from ckpt.errors import CorruptError, InvalidInputError
 from ckpt.format import keys
-from ckpt.format.ids import CheckpointId
+from ckpt.format.ids import CheckpointId, same_run
 from ckpt.format.problem import error_to_info
+from ckpt.ops.attempts import read_run_id
 from ckpt.ops.catalog import (
     CheckpointInfo,
     latest,
@@ -22,6 +23,9 @@ from ckpt.ops.catalog import (
     require_run,
     resolve,
 )
+from ckpt.ops.checkpoint import Checkpoint
+from ckpt.ops.holdings import sealed_paths
+from ckpt.ops.identity import find_foreign
 from ckpt.ops.pins import is_pinned, list_pins, pin, unpin
 from ckpt.ops.prune import execute_prune, plan_deletion, plan_retention
 from ckpt.ops.sweep import check_grace, sweep, sweep_uploads
@@ -96,8 +100,9 @@ class CatalogService(catalog_pb2_grpc.CatalogServicer):
             layouts=common_pb2.LayoutSet.FromString(checkpoint.layouts.encode()),
             segments=checkpoint.summaries(),
             pinned=is_pinned(checkpoint.store, checkpoint.ident),
-            local_copies=self._copies(request.url, checkpoint.ident),
-            copies=self._on_nodes(request.url, checkpoint.ident),
+            local_copies=self._copies(request.url, checkpoint),
+            copies=self._on_nodes(request.url, checkpoint),
+            foreign=_foreign(checkpoint),
         )
 
     def Pin(self, request: catalog_pb2.PinRequest, context: grpc.ServicerContext) -> catalog_pb2.PinResponse:
@@ -150,6 +155,8 @@ class CatalogService(catalog_pb2_grpc.CatalogServicer):
         ident = resolve(store, request.checkpoint or "latest")
         try:
             checkpoint = load_checkpoint(store, ident)
+            if (foreign := _foreign(checkpoint)) is not None:
+                yield catalog_pb2.VerifyProgress(id=ident.to_proto(), problems=[foreign])
             yield from verification(checkpoint, deep=request.deep, is_active=context.is_active)
         except CorruptError as error:  # not even the manifest or the layouts can be read
             yield catalog_pb2.VerifyProgress(id=ident.to_proto(), problems=[error_to_info(error)], done=True)
@@ -178,21 +185,20 @@ class CatalogService(catalog_pb2_grpc.CatalogServicer):
             unreachable={target: error_to_info(error) for target, error in found.unreachable.items()},
         )
 
-    def _copies(self, url: str, ident: CheckpointId) -> list[catalog_pb2.LocalCopy]:
-        run_key = keys.run_key(url)
-        return [
-            catalog_pb2.LocalCopy(rank=rank, path=str(self._staging.segment_path(run_key, ident, rank)))
-            for rank in self._staging.sealed_ranks(run_key, ident)
-        ]
+    def _copies(self, url: str, checkpoint: Checkpoint) -> list[catalog_pb2.LocalCopy]:
+        run_id = checkpoint.manifest.run_id
+        paths = sealed_paths(self._staging, keys.run_key(url), checkpoint.ident, run_id)
+        return [catalog_pb2.LocalCopy(rank=rank, path=path) for rank, path in paths.items()]
 
-    def _on_nodes(self, url: str, ident: CheckpointId) -> list[catalog_pb2.NodeCopies]:
+    def _on_nodes(self, url: str, checkpoint: Checkpoint) -> list[catalog_pb2.NodeCopies]:
         """What every node says of one checkpoint, those that hold nothing or do not answer too."""
         found = []
-        for place in find_copies(self._staging, keys.run_key(url), self._access, ident):
+        for place in find_copies(self._staging, keys.run_key(url), self._access, checkpoint.ident):
             copies = catalog_pb2.NodeCopies(node=place.node, here=place.is_here)
             for held in place.held:
-                copies.ranks.extend(held.own)
-                copies.replica_ranks.extend(held.replicas)
+                if same_run(held.run_id, checkpoint.manifest.run_id):
+                    copies.ranks.extend(held.own)
+                    copies.replica_ranks.extend(held.replicas)
             if place.problem is not None:
                 copies.problem.CopyFrom(error_to_info(place.problem))
             found.append(copies)
@@ -209,9 +215,14 @@ class CatalogService(catalog_pb2_grpc.CatalogServicer):
         return found
 
 
+def _foreign(checkpoint: Checkpoint) -> common_pb2.ErrorInfo | None:
+    found = find_foreign(checkpoint.store, checkpoint.manifest)
+    return error_to_info(found) if found is not None else None
+
+
 def _first_page(store: Store) -> catalog_pb2.ListCheckpointsResponse:
     """Which one is the latest, or why nobody knows; a listing is worth having all the same."""
-    response = catalog_pb2.ListCheckpointsResponse()
+    response = catalog_pb2.ListCheckpointsResponse(run_id=read_run_id(store) or "")
     try:
         chosen = latest(store)
     except CorruptError as error:

@@ -12,7 +12,7 @@ from typing import Protocol
 from ckpt.clock import Clock
 from ckpt.errors import CkptError, CorruptError, NotFoundError
 from ckpt.events import event, get_logger
-from ckpt.format.ids import CheckpointId
+from ckpt.format.ids import CheckpointId, same_run
 from ckpt.storage.staging import StagingDir, os_errors
 from ckpt_proto.v1 import common_pb2, staging_pb2
 from ckpt_server.runs import Run, Runs
@@ -88,10 +88,15 @@ class Intake:
             UnavailableError: the staging directory cannot be read.
         """
         old = self._table.get(run.key, ident)
-        if old is not None and old.state in (_Status.STATE_COMMITTED, _Status.STATE_ABANDONED):
-            return old
         sealed = self._staging.sealed_ranks(run.key, ident)
         if not sealed:
+            return old
+        if old is not None and self._begun_again(run, old, sealed[0]):
+            event(_log, logging.WARNING, "run.begun_again", run=run.key, checkpoint=ident, before=old.run_id)
+            self._table.forget(run.key, ident)
+            run.begins_again()
+            old = None
+        if old is not None and old.state in (_Status.STATE_COMMITTED, _Status.STATE_ABANDONED):
             return old
         seen, damage = self._look(run, ident, sealed, old)
         record = self._table.observe(seen, again=again)
@@ -102,6 +107,15 @@ class Intake:
         if record.state != _Status.STATE_FAILED:
             self._queue(run, record)
         return record
+
+    def _begun_again(self, run: Run, old: StepRecord, rank: int) -> bool:
+        """Whether what is sealed here is of a later life of the run than the record: same id, other step."""
+        try:
+            if not old.run_id or self._sealed_at(run, old.ident, rank) == old.sealed_at:
+                return False
+            return not same_run(old.run_id, self._staging.read_index(run.key, old.ident, rank).run_id)
+        except (OSError, CorruptError, NotFoundError):  # gone or damaged: seen and said right after this
+            return False
 
     def _queue(self, run: Run, record: StepRecord) -> None:
         for rank in sorted(record.sealed - record.uploaded):
@@ -115,6 +129,7 @@ class Intake:
         known = old.nbytes if old is not None else {}
         nbytes: dict[int, int] = {}
         group: common_pb2.NodeGroup | None = None
+        run_id = ""
         damage: CkptError | None = None
         for rank in sealed:
             if rank in known:
@@ -126,7 +141,7 @@ class Intake:
                 damage = error
                 continue
             nbytes[rank] = index.nbytes
-            group = index.group
+            group, run_id = index.group, index.run_id
         done = old.uploaded if old is not None else frozenset[int]()
         with os_errors("the staging directory cannot be read", run=run.key, checkpoint=ident):
             uploaded = {
@@ -144,6 +159,7 @@ class Intake:
             uploaded=frozenset(uploaded),
             nbytes=nbytes,
             sealed_at=sealed_at,
+            run_id=run_id,
         )
         return seen, damage
 

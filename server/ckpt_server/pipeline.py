@@ -17,12 +17,14 @@ from ckpt.format.ids import MAX_ATTEMPT, CheckpointId
 from ckpt.ops.catalog import exists
 from ckpt.ops.commit import CommitState, commit_delay_s, try_commit
 from ckpt.ops.groups import list_groups
+from ckpt.ops.identity import OTHER_RUN
 from ckpt.storage.key_source import environment_keys
 from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import common_pb2, staging_pb2
 from ckpt_server import retention
 from ckpt_server.publisher import publish_group
 from ckpt_server.retried import Retried
+from ckpt_server.run_identity import RunIdentity
 from ckpt_server.runs import Run
 from ckpt_server.settings import Settings
 from ckpt_server.steps import StepTable
@@ -61,6 +63,7 @@ class Pipeline:
             encoders=encoder_threads(),
             key=environment_keys().writing(),
         )
+        self._identity = RunIdentity(staging)
         self.progressed_at = clock.monotonic()
 
     def probe(self, run: Run) -> None:
@@ -81,6 +84,7 @@ class Pipeline:
             known = self._table.get(run.key, ident)
             if known is not None and rank in known.uploaded:
                 return  # queued once more while it was on its way: by a Seal of another rank, or by the scan
+            self._identity.require_own(run, ident, rank)  # else it would overwrite what has its name now
             done = self._uploader.upload(
                 run.store,
                 Segment(run_key=run.key, ident=ident, rank=rank),
@@ -116,6 +120,7 @@ class Pipeline:
                 return
             if ("commit", ident) in run.control:  # queued once more while it ran
                 return
+            self._identity.require_own(run, ident)
             segments = publish_group(run.store, self._staging, run.key, ident, record.group)
             self._progress()
             self._table.update(run.key, ident, state=_Status.STATE_UPLOADED, error=None)
@@ -149,6 +154,7 @@ class Pipeline:
             record = self._table.get(run.key, ident)
             if record is None or record.state == _Status.STATE_ABANDONED:
                 return None
+            self._identity.require_own(run, ident)  # else another life's commit would count as this one's
             if exists(run.store, ident):
                 return self._committed(run, ident, won=False)
             turn_s = turn_in_s()
@@ -208,7 +214,9 @@ class Pipeline:
         def failed(error: CkptError) -> None:
             event(_log, logging.ERROR, "job.failed", run=run.key, checkpoint=ident, error=error)
             if ident is not None:
-                self._table.update(run.key, ident, state=_Status.STATE_FAILED, error=error)
+                is_over = error.code == OTHER_RUN
+                state = _Status.STATE_ABANDONED if is_over else _Status.STATE_FAILED
+                self._table.update(run.key, ident, state=state, error=error)
 
         return Retried(work, waiting=waiting, failed=failed)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
@@ -36,6 +37,7 @@ __all__ = ["Receiver", "check_offer"]
 # Left free beside an arriving segment, bytes: markers and indexes of others must still fit.
 _HEADROOM_NBYTES = 64 * 1024 * 1024
 _SUFFIX = ".incoming"
+_RUN_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _MOST_CHUNK_NBYTES = 64 * 1024 * 1024
 
 
@@ -218,6 +220,8 @@ def check_offer(segment: Segment, sealed_index: bytes, layout: bytes) -> disk_pb
         raise InvalidInputError("the index is damaged or not an index", code=error.code) from error
     if index.rank != segment.rank or CheckpointId.from_proto(index.id) != segment.ident:
         raise InvalidInputError("the index belongs to another segment", rank=index.rank)
+    if index.run_id and _RUN_ID.fullmatch(index.run_id) is None:
+        raise InvalidInputError("the index names no run id", rank=index.rank)
     if digest(layout) != index.layout_digest:
         raise InvalidInputError("the layout is not the one the index names", rank=index.rank)
     table = index.chunks

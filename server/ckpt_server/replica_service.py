@@ -38,6 +38,7 @@ class ReplicaService(replica_pb2_grpc.ReplicaServicer):
         quota_nbytes: most bytes of all replicas; 0: as the disk has room.
         own_step_nbytes: bytes of this node's own largest step, for which room has to stay.
         make_room: drops replicas that could go at once if room is short.
+        make_way: sets aside what lies here under the name of a segment and is of another life of its run.
         on_greet: told of every greeting: run key, committed steps, whether the run has ended there.
     """
 
@@ -49,6 +50,7 @@ class ReplicaService(replica_pb2_grpc.ReplicaServicer):
         quota_nbytes: int,
         own_step_nbytes: Callable[[], int],
         make_room: Callable[[], None],
+        make_way: Callable[[Segment, str], None],
         on_greet: Callable[[str, list[CheckpointId], bool], None],
     ) -> None:
         self._replicas = replicas
@@ -56,6 +58,7 @@ class ReplicaService(replica_pb2_grpc.ReplicaServicer):
         self._quota_nbytes = quota_nbytes
         self._own_step_nbytes = own_step_nbytes
         self._make_room = make_room
+        self._make_way = make_way
         self._on_greet = on_greet
         self._receiver = Receiver(replicas.files)
         self._room = threading.Lock()  # of two offers the second has to see what the first takes
@@ -76,6 +79,7 @@ class ReplicaService(replica_pb2_grpc.ReplicaServicer):
         with self._room:
             self._check_room(segment, index)
             files.write_run_config(run_key, config)
+            self._make_way(segment, index.run_id)
             self._replicas.note_owner(run_key, ident, index.group, owner)
             wanted = self._receiver.offer(segment, request.index, request.layout)
         return replica_pb2.OfferResponse(wanted_chunks=wanted)

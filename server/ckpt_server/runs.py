@@ -127,6 +127,10 @@ class Run:
         self.probed.set()
         return known
 
+    def begins_again(self) -> None:
+        """Forget what was true of the run's life before: it was deleted in the store and begun again."""
+        self.lending, self.known_groups = Lending(), KnownGroups()
+
     @property
     def has_work(self) -> bool:
         """Whether something is queued or running."""

@@ -17,8 +17,9 @@ from ckpt_proto.v1 import staging_pb2, staging_pb2_grpc
 from ckpt_server.intake import Intake
 from ckpt_server.liveness import Liveness
 from ckpt_server.pipeline import Pipeline
-from ckpt_server.receiver import Receiver
+from ckpt_server.receiver import Receiver, check_offer
 from ckpt_server.replicator import Replicator
+from ckpt_server.run_identity import RunIdentity
 from ckpt_server.runs import Run, Runs
 from ckpt_server.settings import Settings
 from ckpt_server.steps import StepRecord, StepTable, oldest_pending_s
@@ -63,6 +64,7 @@ class StagingService(staging_pb2_grpc.StagingServicer):
         self._version = version
         self._replicator = replicator
         self._receiver = Receiver(staging)
+        self._identity = RunIdentity(staging)
         self._watchers = threading.BoundedSemaphore(MAX_WATCHERS)
 
     def Register(
@@ -87,6 +89,8 @@ class StagingService(staging_pb2_grpc.StagingServicer):
     ) -> staging_pb2.SealResponse:
         run, segment = self._segment(request.run_key, request.id, request.rank)
         if request.index:
+            index = check_offer(segment, request.index, request.layout)
+            self._identity.make_way(run, segment, index.run_id)
             wanted = self._receiver.offer(segment, request.index, request.layout)
             return self._reply(run, segment, wanted)
         self._check_sealed(run, segment)

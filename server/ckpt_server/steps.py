@@ -37,6 +37,7 @@ class StepRecord:
         nbytes: size of each sealed segment, by rank.
         stored: of those uploaded by this process: what their objects came to in the store, by rank.
         sealed_at: Unix seconds of the first seal.
+        run_id: of the run's life it is of; empty: not known.
         error: why it failed, or why it is waiting.
         warnings: oddities that did not stop the commit; known to the server that made it.
         replicas: which other nodes hold each rank's segment.
@@ -53,6 +54,7 @@ class StepRecord:
     nbytes: dict[int, int] = field(default_factory=dict)
     stored: dict[int, int] = field(default_factory=dict)
     sealed_at: float = 0.0
+    run_id: str = ""
     error: CkptError | None = None
     warnings: tuple[CkptError, ...] = ()
     replicas: dict[int, frozenset[str]] = field(default_factory=dict)
@@ -246,6 +248,7 @@ def _merge(old: StepRecord | None, seen: StepRecord, *, again: bool) -> StepReco
         uploaded=old.uploaded | seen.uploaded,
         nbytes={**old.nbytes, **seen.nbytes},
         sealed_at=old.sealed_at or seen.sealed_at,
+        run_id=old.run_id or seen.run_id,
     )
     reopened = again and old.state == _Status.STATE_FAILED
     if old.state in (_Status.STATE_SEALING, _Status.STATE_UPLOADING) or reopened:

@@ -29,6 +29,7 @@ OUTSIDE = {
     "ckpt.flusher.heartbeat": "the pulse of a rank in shared memory",
     "ckpt.ops.ledger": "how ranks spent their time: a report, nothing is restored from it",
     "ckpt.ops.recovery": "timing of the last restart: a report, nothing is restored from it",
+    "ckpt.storage.aside": "tests/unit/test_aside.py cuts it off at every call",
     "ckpt.storage.fsspec_store": "requests to a store: tests/crash/test_store_boundaries.py",
     "ckpt.storage.known_nodes": "where other nodes' servers were; asked again at every start",
     "ckpt.storage.lives": "which processes lived, for the timing of a restart",

@@ -227,6 +227,7 @@ def build_checkpoint(
     codec: int = disk_pb2.CODEC_RAW,
     groups: Sequence[int] | None = None,
     commit: bool = True,
+    run_id: str = "",
 ) -> Built:
     """Write a whole checkpoint to ``store``, as the staging servers would, and commit it.
 
@@ -245,6 +246,7 @@ def build_checkpoint(
         codec: how to store chunks.
         groups: which group indexes to put; all by default.
         commit: whether to put the manifest.
+        run_id: of the run's life; empty, as an older version leaves it.
     """
     ident = CheckpointId(step, attempt)
     common = layouts if layouts is not None else sample_layouts(world_size)
@@ -261,6 +263,7 @@ def build_checkpoint(
         for rank in ranks:
             index = disk_pb2.SegmentIndex(
                 run=split_run_url(store.url)[1],
+                run_id=run_id,
                 id=ident.to_proto(),
                 rank=rank,
                 world_size=world_size,

@@ -14,9 +14,21 @@ from ckpt.format.ids import CheckpointId
 from ckpt.storage.open import open_store
 from tests.support.builders import build_checkpoint, claim
 
-__all__ = ["DAMAGED", "DONE", "FAILED", "LATEST", "NOT_FOUND", "REFUSED", "USAGE", "Cli", "make_run"]
+__all__ = [
+    "DAMAGED",
+    "DONE",
+    "FAILED",
+    "LATEST",
+    "NOT_FOUND",
+    "OTHER_RUN",
+    "REFUSED",
+    "USAGE",
+    "Cli",
+    "make_run",
+]
 
 DONE, FAILED, USAGE, NOT_FOUND, DAMAGED, REFUSED = range(6)
+OTHER_RUN = 7
 LATEST = "000000000045.a000002"  # of make_run
 _KEPT_OUT = ("CKPT_", "AWS_")
 

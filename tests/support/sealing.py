@@ -86,6 +86,7 @@ def seal(
     parent: CheckpointId | None = None,
     state: object = None,
     chunk_nbytes: int = CHUNK_NBYTES,
+    run_id: str = "",
 ) -> None:
     """Seal the segment of ``rank``: bytes, layout, then the index; ``state`` is its plain state, if any."""
     image, entries = segment_bytes(world, rank)
@@ -93,6 +94,7 @@ def seal(
     chunks = [image[start : start + chunk_nbytes] for start in range(0, len(image), chunk_nbytes)]
     index = disk_pb2.SegmentIndex(
         run=run_key.rpartition("-")[0],
+        run_id=run_id,
         id=ident.to_proto(),
         rank=rank,
         world_size=world.size,

@@ -22,16 +22,27 @@ from ckpt.errors import CkptError, CorruptError
 from ckpt.events import event, get_logger
 from ckpt.flusher.write import being_written
 from ckpt.format.held import Held, ranks_from_text, ranks_to_text
-from ckpt.format.ids import CheckpointId
+from ckpt.format.ids import CheckpointId, same_run
 from ckpt.format.invariants import layout_digests
 from ckpt.format.layout import LayoutSet, merge_layout_sets
 from ckpt.format.peer import PeerNode
 from ckpt.ops import catalog
+from ckpt.ops.attempts import read_run_id
 from ckpt.ops.checkpoint import Checkpoint
 from ckpt.ops.holdings import node_holdings, read_held_layout, segment_headers
 from ckpt.ops.staged import StagedCheckpoint, prove_staged
 from ckpt.ops.tiers import Tier, node_tiers
-from ckpt.plan.choice import NodeHoldings, Source, Standing, nearest_first, owners, sources, standings
+from ckpt.plan.choice import (
+    NodeHoldings,
+    Source,
+    Standing,
+    Stranger,
+    nearest_first,
+    of_one_life,
+    owners,
+    sources,
+    standings,
+)
 from ckpt.rpc.access import PeerAccess
 from ckpt.storage.base import Store
 from ckpt.storage.staging import StagingDir
@@ -105,19 +116,29 @@ class Ladder:
         self._is_host = is_host
         self._access = access
         self._holdings: list[NodeHoldings] = []  # on rank 0, after look()
+        self.run_id: str | None = None
+        """After :meth:`look`: which life of the run the store has; None: it knows nothing of the run."""
+        self.strangers: tuple[Stranger, ...] = ()
+        """On rank 0, after :meth:`look`: what nodes hold of other lives of the run; where the store knows
+        nothing of the run, that is everything."""
         self.standings: dict[CheckpointId, Standing] = {}
         """On rank 0, after :meth:`look`: where each step stands that some node holds part of."""
 
     # --- what there is ---
 
-    def look(self, wait_s: float) -> None:
+    def look(self, store: Store, wait_s: float) -> None:
         """Tell rank 0 what every node holds; one exchange. Afterwards it can choose.
 
+        What belongs to another life of the run than the store has is left out: the run was deleted and begun
+        again, and its ids stand for other steps now.
+
         Args:
+            store: of the run.
             wait_s: how long to wait for flushers, of trainers that died, that are sealing what they have.
 
         Raises:
             TimeoutExceededError: a rank did not take part.
+            UnavailableError: the store cannot be reached.
         """
         mine: list[Any] | None = None
         if self._is_host:
@@ -125,11 +146,29 @@ class Ladder:
             own = NodeHoldings(node=self._own, in_job=True, held=tuple(self._own_holdings()))
             mine = [_to_json(item) for item in (own, *self._ask_outside())]
 
-        def keep(told: list[Any]) -> None:
-            self._holdings = [_from_json(item) for items in told if items for item in items]
+        def keep(told: list[Any]) -> str | None:
+            run_id = read_run_id(store)
+            found = [_from_json(item) for items in told if items for item in items]
+            self._holdings, self.strangers = of_one_life(found, run_id)
             self.standings = standings(self._holdings)
+            self._report_strangers(run_id)
+            return run_id
 
-        self._agreement.decide_over("holdings", mine, keep)
+        self.run_id = self._agreement.decide_over("holdings", mine, keep)
+
+    def _report_strangers(self, run_id: str | None) -> None:
+        for stranger in self.strangers:
+            event(
+                _log,
+                logging.WARNING,
+                "restore.other_life",
+                reason="a node holds segments of another life of this run, which was deleted and begun "
+                "again, or of another store with the same URL; they are not used",
+                checkpoint=stranger.ident,
+                host=stranger.host,
+                run_id=stranger.run_id or "unknown",
+                expected=run_id or "nothing is in the store",
+            )
 
     def _wait_for_flushers(self, wait_s: float) -> None:
         deadline = time.monotonic() + wait_s
@@ -285,7 +324,8 @@ class Ladder:
     def _own_headers(self, ident: CheckpointId) -> list[disk_pb2.GroupHeader]:
         """Of the segments that this node holds."""
         try:
-            return list(segment_headers(self._staging, self._run_key, ident))
+            found = list(segment_headers(self._staging, self._run_key, ident))
+            return [header for header in found if same_run(header.run_id, self.run_id or "")]
         except CkptError as error:
             event(_log, logging.WARNING, "ladder.own_holdings", staging=self._staging.path, error=error)
             return []
@@ -302,7 +342,7 @@ class Ladder:
             for _, held in told
             for item in held
             for segment in item.segments
-            if segment.HasField("header")
+            if segment.HasField("header") and same_run(segment.header.run_id, self.run_id or "")
         ]
 
     def _layout(self, choice: Choice, layout_digest: bytes, rank: int) -> LayoutSet:

@@ -23,6 +23,7 @@ class Lineage:
     def __init__(self, run: str, *, rank: int, world_size: int, audit_every: int) -> None:
         self.attempt: int | None = None  # None before the first restore()
         self.parent: CheckpointId | None = None
+        self.run_id = ""  # of the run's life
         self._run, self._rank, self._world_size = run, rank, world_size
         self._audit_every = audit_every
         self._saves = 0
@@ -33,9 +34,9 @@ class Lineage:
         """Completed optimizer steps when this attempt began."""
         return 0 if self.parent is None else self.parent.step
 
-    def begin(self, attempt: int, parent: CheckpointId | None) -> None:
-        """A new attempt, which resumed from ``parent`` or began afresh."""
-        self.attempt, self.parent = attempt, parent
+    def begin(self, attempt: int, parent: CheckpointId | None, run_id: str) -> None:
+        """A new attempt of the run ``run_id``, which resumed from ``parent`` or began afresh."""
+        self.attempt, self.parent, self.run_id = attempt, parent, run_id
         self._saves, self.last_saved = 0, None
 
     def check_order(self, step: int, *, retake: bool) -> None:
@@ -59,6 +60,7 @@ class Lineage:
         assert self.attempt is not None
         return Origin(
             run=self._run,
+            run_id=self.run_id,
             rank=self._rank,
             world_size=self._world_size,
             attempt=self.attempt,

@@ -258,6 +258,7 @@ class CheckpointManager(LoopMethods):
         allow_unexpected: bool | None = None,
         cast_dtypes: bool = False,
         start_over: bool = False,
+        required: bool = False,
     ) -> int:
         """Restore the run and return the next iteration: 0 for a fresh run.
 
@@ -275,12 +276,17 @@ class CheckpointManager(LoopMethods):
                 ``allow_unexpected`` decide each of the two alone.
             cast_dtypes: convert modules' tensors to the live dtype, which is refused otherwise.
             start_over: begin a new lineage at 0 beside the checkpoints that exist; restores nothing.
+            required: to find nothing is an error: for a job that is to go on, where 0 would mean that the URL
+                is wrong.
 
         Returns:
             The number of completed optimizer steps of what was restored, which is the next iteration to run.
 
         Raises:
-            NotFoundError: the step asked for does not exist.
+            NotFoundError: the step asked for does not exist, or nothing does and it is ``required``.
+            RefusedError: the checkpoint is another run's (code "other-run"), or nodes hold steps of a run
+                that the store knows nothing of ("run-gone"). Nothing was changed.
+            UnavailableError: the store cannot be reached; nothing is known, and nothing was begun.
             InvalidInputError: the checkpoint does not fit the live state (all differences are listed); ranks
                 were given different URLs; or the state of a rank could not be saved.
             CorruptError: no good copy is left. Bytes go straight into the live tensors, so parts of what was
@@ -319,18 +325,25 @@ class CheckpointManager(LoopMethods):
                 redistribute=self._redistribute,
                 timer=self._watch.timer,
                 share_reads=self._share_reads,
+                required=required,
             ).restore(str(step))
         self._watch.timer.enter("reshard")
         self._accumulation.after_restore(self._state.modules)
         self._watch.check_progress(self._config, found)
-        attempt = claim(self._agreement, self._config.url, self._config.store_options, found)
-        self._lineage.begin(attempt, found)
+        claimed = claim(
+            self._agreement,
+            self._config,
+            found,
+            staging=self._staging,
+            hosts_server=session.hosts_server,
+        )
+        self._lineage.begin(claimed.attempt, found, claimed.run_id)
         self._fence.restart()
         self._pipeline.retake_wanted = False  # of a state that is no more
         with self._agreement.together("prepare"):
             self._pipeline.prepare()
         self._saver.remember_boundary()
-        self._watch.restore_ended(session, attempt, found)
+        self._watch.restore_ended(session, claimed.attempt, found)
         return 0 if found is None else found.step
 
     def step(self, iteration: int) -> SaveHandle | None:

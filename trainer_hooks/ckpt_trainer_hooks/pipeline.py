@@ -41,6 +41,7 @@ class Origin:
     """What every segment index says about where it comes from."""
 
     run: str
+    run_id: str
     rank: int
     world_size: int
     attempt: int
@@ -263,6 +264,7 @@ class SavePipeline:
     def _index(self, ident: CheckpointId, origin: Origin, plan: SnapshotPlan, flat: FlatState) -> bytes:
         variable = disk_pb2.SegmentIndex(
             run=origin.run,
+            run_id=origin.run_id,
             id=ident.to_proto(),
             world_size=origin.world_size,
             group=origin.group,

@@ -17,8 +17,10 @@ from ckpt.format.ids import CheckpointId
 from ckpt.format.values import decode_value, encode_value
 from ckpt.ops import catalog
 from ckpt.ops.checkpoint import Checkpoint
+from ckpt.ops.commit import publish_complete
 from ckpt.ops.fetch import FetchStats, Reader
-from ckpt.ops.tiers import LOCAL, PEER, REMOTE, REPLICA, Tier
+from ckpt.ops.identity import require_own
+from ckpt.ops.tiers import LOCAL, PEER, REMOTE, REPLICA, Tier, tier_index
 from ckpt.plan.read import plan_read
 from ckpt.storage.base import Store
 from ckpt.storage.open import open_store
@@ -26,6 +28,7 @@ from ckpt_proto.v1 import common_pb2, disk_pb2
 from ckpt_trainer_hooks.agree import Agreement
 from ckpt_trainer_hooks.environment import compare_environment
 from ckpt_trainer_hooks.ladder import Choice, Ladder
+from ckpt_trainer_hooks.nothing import absence_explained, explain_nothing
 from ckpt_trainer_hooks.placing import TensorTargets
 from ckpt_trainer_hooks.recovery_timer import RecoveryTimer
 from ckpt_trainer_hooks.redistribute import Redistribute, Spread
@@ -58,6 +61,7 @@ class Restorer:
         redistribute: for per-rank items when the number of ranks has changed.
         timer: told when reading begins and ends, and how much came from where.
         share_reads: what several ranks want of the store is read by one, and sent over the process group.
+        required: to find nothing is an error.
     """
 
     url: str
@@ -70,6 +74,7 @@ class Restorer:
     redistribute: Mapping[str, Redistribute] = field(default_factory=dict)
     timer: RecoveryTimer = field(default_factory=RecoveryTimer)
     share_reads: bool = True
+    required: bool = False
     _tiers: Sequence[Tier] = ()  # of the candidate that is being restored
 
     def restore(self, wanted: str) -> CheckpointId | None:
@@ -79,12 +84,14 @@ class Restorer:
         a checkpoint asked for by name fails instead.
 
         Raises:
-            NotFoundError: the named checkpoint does not exist.
+            NotFoundError: the named checkpoint does not exist; or there is none, and one is required.
             InvalidInputError: it does not fit the live state; nothing was changed.
+            RefusedError: code "other-run": it is another run's; "run-gone": nodes hold steps of this run, and
+                the store knows nothing of it.
             CorruptError: no good copy is left.
         """
         with _Opened(self.url, self.options) as store:
-            self.ladder.look(self.pending_wait_s)
+            self.ladder.look(store, self.pending_wait_s)
             for choice in self._candidates(store, wanted):
                 if choice is not None:
                     try:
@@ -95,6 +102,8 @@ class Restorer:
                         event(_log, logging.WARNING, "restore.fallback", damaged=choice.ident, error=error)
                         continue
                 found = None if choice is None else choice.ident
+                if found is None:
+                    self._explain_nothing(store)
                 if wanted == "latest" and self.agreement.rank == 0:
                     self._report_losses(store, found)
                 return found
@@ -103,10 +112,22 @@ class Restorer:
     def _candidates(self, store: Store, wanted: str) -> Iterator[Choice | None]:
         """What to try, in order; rank 0 chooses, so ranks can never resume from different steps."""
         if wanted != "latest":
-            yield self.ladder.named(store, wanted)
+            with absence_explained(self.agreement, self.url, self.options):
+                named = self.ladder.named(store, wanted)
+            yield named
             return
         self._wait_for_pending(store)
-        yield from self.ladder.candidates(store)
+        for choice in self.ladder.candidates(store):
+            if choice is None and self.agreement.decide("published", lambda: bool(publish_complete(store))):
+                yield from self.ladder.candidates(store)
+                return
+            yield choice
+
+    def _explain_nothing(self, store: Store) -> None:
+        def on_rank_0() -> None:
+            explain_nothing(store, self.url, self.options, self.ladder, required=self.required)
+
+        self.agreement.decide("nothing", on_rank_0)
 
     def _report_losses(self, store: Store, found: CheckpointId | None) -> None:
         """A report must not fail what it reports on."""
@@ -158,6 +179,8 @@ class Restorer:
         opened = self.ladder.open(store, choice) if choice.is_staged else None
         with self.agreement.together("plan"):  # before the first byte is written
             checkpoint = opened or catalog.load_checkpoint(store, choice.ident)
+            if opened is None and self.agreement.rank == 0:
+                require_own(store, checkpoint.manifest, self.ladder.run_id)
             targets, streams = self._targets(checkpoint)
         unexpected = common_to_all(self.agreement, targets.mismatch.unexpected)
         own = self.agreement.gather("own", targets.own)
@@ -235,7 +258,8 @@ class Restorer:
 
     def _index(self, checkpoint: Checkpoint, rank: int) -> disk_pb2.SegmentIndex:
         for tier in self._tiers:
-            if (found := tier.index(checkpoint.ident, rank)) is not None:
+            found = tier_index(tier, checkpoint.ident, rank, checkpoint.manifest.run_id)
+            if found is not None:
                 return found
         return checkpoint.segment_index(rank)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ckpt.clock import SystemClock
 from ckpt.errors import InvalidInputError
@@ -14,14 +16,15 @@ from ckpt.events import event, get_logger
 from ckpt.format.ids import CheckpointId
 from ckpt.format.keys import run_key
 from ckpt.format.peer import PeerNode
-from ckpt.ops.attempts import claim_attempt
+from ckpt.ops.attempts import claim_attempt, read_attempt
+from ckpt.storage.aside import set_aside_others
 from ckpt.storage.open import open_store
 from ckpt.storage.staging import RunConfig, StagingDir
 from ckpt_proto.v1 import common_pb2
 from ckpt_trainer_hooks.agree import Agreement
 from ckpt_trainer_hooks.nodes import own_node
 
-__all__ = ["Session", "agree_on_session", "claim"]
+__all__ = ["Claim", "Session", "agree_on_session", "claim"]
 
 _log = get_logger("session")
 
@@ -111,23 +114,45 @@ def agree_on_session(
     return Session(group=group, peers=peers, hosts_server=hosts_server, nodes=nodes)
 
 
-def claim(agreement: Agreement, url: str, options: Mapping[str, str], parent: CheckpointId | None) -> int:
-    """Claim the next attempt number of the run, once for all ranks."""
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A start of the run: its attempt number, and the id of the run's life, which attempt 1 begins."""
 
-    def on_rank_0() -> int:
-        store = open_store(url, options)
-        try:
-            return claim_attempt(
+    attempt: int
+    run_id: str
+
+
+def claim(
+    agreement: Agreement,
+    config: RunConfig,
+    parent: CheckpointId | None,
+    *,
+    staging: StagingDir,
+    hosts_server: bool,
+) -> Claim:
+    """Claim the next attempt number of the run, once for all ranks, and have every node set aside what it
+    holds of other lives of the run: from here on segments are sealed under the same ids.
+
+    Raises:
+        UnavailableError: the store, or a node's staging directory, cannot be used; on every rank.
+    """
+
+    def on_rank_0() -> list[Any]:
+        with closing(open_store(config.url, config.store_options)) as store:
+            number = claim_attempt(
                 store,
                 parent=parent,
                 world_size=agreement.world_size,
                 host=socket.gethostname(),
                 clock=SystemClock(),
             )
-        finally:
-            store.close()
+            return [number, read_attempt(store, number).run_id]
 
-    return int(agreement.decide("attempt", on_rank_0))
+    claimed = Claim(*agreement.decide("attempt", on_rank_0))
+    with agreement.together("aside"):
+        if hosts_server:
+            set_aside_others(staging, run_key(config.url), claimed.run_id, is_new=claimed.attempt == 1)
+    return claimed
 
 
 def _node_identity(staging: StagingDir) -> str:

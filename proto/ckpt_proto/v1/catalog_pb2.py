@@ -26,7 +26,7 @@ from ckpt_proto.v1 import common_pb2 as ckpt__proto_dot_v1_dot_common__pb2
 from ckpt_proto.v1 import disk_pb2 as ckpt__proto_dot_v1_dot_disk__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x63kpt_proto/v1/catalog.proto\x12\x07\x63kpt.v1\x1a\x1a\x63kpt_proto/v1/common.proto\x1a\x18\x63kpt_proto/v1/disk.proto\"\x1f\n\x0fListRunsRequest\x12\x0c\n\x04root\x18\x01 \x01(\t\" \n\x10ListRunsResponse\x12\x0c\n\x04urls\x18\x01 \x03(\t\"a\n\x16ListCheckpointsRequest\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\x12\x13\n\x0bwith_copies\x18\x04 \x01(\x08\"s\n\nNodeCopies\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0c\n\x04here\x18\x02 \x01(\x08\x12\r\n\x05ranks\x18\x03 \x03(\r\x12\x15\n\rreplica_ranks\x18\x04 \x03(\r\x12#\n\x07problem\x18\x05 \x01(\x0b\x32\x12.ckpt.v1.ErrorInfo\"\xa9\x01\n\x0e\x43heckpointInfo\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.ckpt.v1.CheckpointId\x12\x0e\n\x06pinned\x18\x02 \x01(\x08\x12\x14\n\x0c\x63ommitted_at\x18\x03 \x01(\x01\x12\x17\n\x0fmanifest_nbytes\x18\x04 \x01(\x04\x12\x10\n\x08location\x18\x05 \x01(\t\x12#\n\x06\x63opies\x18\x06 \x03(\x0b\x32\x13.ckpt.v1.NodeCopies\"\xb3\x01\n\x17ListCheckpointsResponse\x12,\n\x0b\x63heckpoints\x18\x01 \x03(\x0b\x32\x17.ckpt.v1.CheckpointInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12%\n\x06latest\x18\x03 \x01(\x0b\x32\x15.ckpt.v1.CheckpointId\x12*\n\x0elatest_problem\x18\x04 \x01(\x0b\x32\x12.ckpt.v1.ErrorInfo\"L\n\x12GetManifestRequest\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\x12\n\ncheckpoint\x18\x02 \x01(\t\x12\x15\n\rmanifest_only\x18\x03 \x01(\x08\"\'\n\tLocalCopy\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04path\x18\x02 \x01(\t\"\xe9\x01\n\x13GetManifestResponse\x12#\n\x08manifest\x18\x01 \x01(\x0b\x32\x11.ckpt.v1.Manifest\x12#\n\x07layouts\x18\x02 \x01(\x0b\x32\x12.ckpt.v1.LayoutSet\x12)\n\x08segments\x18\x03 \x03(\x0b\x32\x17.ckpt.v1.SegmentSummary\x12\x0e\n\x06pinned\x18\x04 \x01(\x08\x12(\n\x0clocal_copies\x18\x05 \x03(\x0b\x32\x12.ckpt.v1.LocalCopy\x12#\n\x06\x63opies\x18\x06 \x03(\x0b\x32\x13.ckpt.v1.NodeCopies\"=\n\nPinRequest\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\x12\n\ncheckpoint\x18\x02 \x01(\t\x12\x0e\n\x06pinned\x18\x03 \x01(\x08\"0\n\x0bPinResponse\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.ckpt.v1.CheckpointId\"h\n\x0cPruneRequest\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\x11\n\tkeep_last\x18\x02 \x01(\r\x12\x12\n\nkeep_every\x18\x03 \x01(\x04\x12\x0f\n\x07\x64ry_run\x18\x04 \x01(\x08\x12\x13\n\x0b\x63heckpoints\x18\x05 \x03(\t\"O\n\x0cPruneVerdict\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.ckpt.v1.CheckpointId\x12\x0c\n\x04keep\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x9c\x01\n\rPruneResponse\x12\'\n\x08verdicts\x18\x01 \x03(\x0b\x32\x15.ckpt.v1.PruneVerdict\x12\x17\n\x0f\x64\x65leted_objects\x18\x02 \x01(\x04\x12#\n\x04held\x18\x03 \x03(\x0b\x32\x15.ckpt.v1.CheckpointId\x12$\n\x05\x66reed\x18\x04 \x03(\x0b\x32\x15.ckpt.v1.CheckpointId\"Q\n\x0cSweepRequest\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\x14\n\x0colder_than_s\x18\x02 \x01(\x01\x12\x0f\n\x07\x64ry_run\x18\x03 \x01(\x08\x12\r\n\x05\x66orce\x18\x04 \x01(\x08\"\x82\x01\n\rSweepProgress\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.ckpt.v1.CheckpointId\x12\x0f\n\x07objects\x18\x02 \x01(\x04\x12\x0c\n\x04\x64one\x18\x03 \x01(\x08\x12\x16\n\x0euploads_listed\x18\x04 \x01(\x08\x12\x17\n\x0f\x61\x62orted_uploads\x18\x05 \x01(\x04\">\n\rVerifyRequest\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\x12\n\ncheckpoint\x18\x02 \x01(\t\x12\x0c\n\x04\x64\x65\x65p\x18\x03 \x01(\x08\"\xab\x01\n\x0eVerifyProgress\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.ckpt.v1.CheckpointId\x12\x15\n\rchecked_bytes\x18\x02 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x04\x12\x16\n\x0e\x63hecked_chunks\x18\x04 \x01(\x04\x12$\n\x08problems\x18\x05 \x03(\x0b\x32\x12.ckpt.v1.ErrorInfo\x12\x0c\n\x04\x64one\x18\x06 \x01(\x08\"P\n\rRepairRequest\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\x12\n\ncheckpoint\x18\x02 \x01(\t\x12\x0f\n\x07\x64ry_run\x18\x03 \x01(\x08\x12\r\n\x05peers\x18\x04 \x03(\t\"\x8e\x01\n\x0cMendedObject\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x33\n\x07sources\x18\x03 \x03(\x0b\x32\".ckpt.v1.MendedObject.SourcesEntry\x1a.\n\x0cSourcesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x87\x02\n\x0eRepairResponse\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.ckpt.v1.CheckpointId\x12%\n\x06mended\x18\x02 \x03(\x0b\x32\x15.ckpt.v1.MendedObject\x12$\n\x08problems\x18\x03 \x03(\x0b\x32\x12.ckpt.v1.ErrorInfo\x12=\n\x0bunreachable\x18\x04 \x03(\x0b\x32(.ckpt.v1.RepairResponse.UnreachableEntry\x1a\x46\n\x10UnreachableEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12!\n\x05value\x18\x02 \x01(\x0b\x32\x12.ckpt.v1.ErrorInfo:\x02\x38\x01\x32\x86\x04\n\x07\x43\x61talog\x12?\n\x08ListRuns\x12\x18.ckpt.v1.ListRunsRequest\x1a\x19.ckpt.v1.ListRunsResponse\x12T\n\x0fListCheckpoints\x12\x1f.ckpt.v1.ListCheckpointsRequest\x1a .ckpt.v1.ListCheckpointsResponse\x12H\n\x0bGetManifest\x12\x1b.ckpt.v1.GetManifestRequest\x1a\x1c.ckpt.v1.GetManifestResponse\x12\x30\n\x03Pin\x12\x13.ckpt.v1.PinRequest\x1a\x14.ckpt.v1.PinResponse\x12\x36\n\x05Prune\x12\x15.ckpt.v1.PruneRequest\x1a\x16.ckpt.v1.PruneResponse\x12\x38\n\x05Sweep\x12\x15.ckpt.v1.SweepRequest\x1a\x16.ckpt.v1.SweepProgress0\x01\x12;\n\x06Verify\x12\x16.ckpt.v1.VerifyRequest\x1a\x17.ckpt.v1.VerifyProgress0\x01\x12\x39\n\x06Repair\x12\x16.ckpt.v1.RepairRequest\x1a\x17.ckpt.v1.RepairResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x63kpt_proto/v1/catalog.proto\x12\x07\x63kpt.v1\x1a\x1a\x63kpt_proto/v1/common.proto\x1a\x18\x63kpt_proto/v1/disk.proto\"\x1f\n\x0fListRunsRequest\x12\x0c\n\x04root\x18\x01 \x01(\t\" \n\x10ListRunsResponse\x12\x0c\n\x04urls\x18\x01 \x03(\t\"a\n\x16ListCheckpointsRequest\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\x12\x13\n\x0bwith_copies\x18\x04 \x01(\x08\"s\n\nNodeCopies\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0c\n\x04here\x18\x02 \x01(\x08\x12\r\n\x05ranks\x18\x03 \x03(\r\x12\x15\n\rreplica_ranks\x18\x04 \x03(\r\x12#\n\x07problem\x18\x05 \x01(\x0b\x32\x12.ckpt.v1.ErrorInfo\"\xa9\x01\n\x0e\x43heckpointInfo\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.ckpt.v1.CheckpointId\x12\x0e\n\x06pinned\x18\x02 \x01(\x08\x12\x14\n\x0c\x63ommitted_at\x18\x03 \x01(\x01\x12\x17\n\x0fmanifest_nbytes\x18\x04 \x01(\x04\x12\x10\n\x08location\x18\x05 \x01(\t\x12#\n\x06\x63opies\x18\x06 \x03(\x0b\x32\x13.ckpt.v1.NodeCopies\"\xc3\x01\n\x17ListCheckpointsResponse\x12,\n\x0b\x63heckpoints\x18\x01 \x03(\x0b\x32\x17.ckpt.v1.CheckpointInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12%\n\x06latest\x18\x03 \x01(\x0b\x32\x15.ckpt.v1.CheckpointId\x12*\n\x0elatest_problem\x18\x04 \x01(\x0b\x32\x12.ckpt.v1.ErrorInfo\x12\x0e\n\x06run_id\x18\x05 \x01(\t\"L\n\x12GetManifestRequest\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\x12\n\ncheckpoint\x18\x02 \x01(\t\x12\x15\n\rmanifest_only\x18\x03 \x01(\x08\"\'\n\tLocalCopy\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04path\x18\x02 \x01(\t\"\x8e\x02\n\x13GetManifestResponse\x12#\n\x08manifest\x18\x01 \x01(\x0b\x32\x11.ckpt.v1.Manifest\x12#\n\x07layouts\x18\x02 \x01(\x0b\x32\x12.ckpt.v1.LayoutSet\x12)\n\x08segments\x18\x03 \x03(\x0b\x32\x17.ckpt.v1.SegmentSummary\x12\x0e\n\x06pinned\x18\x04 \x01(\x08\x12(\n\x0clocal_copies\x18\x05 \x03(\x0b\x32\x12.ckpt.v1.LocalCopy\x12#\n\x06\x63opies\x18\x06 \x03(\x0b\x32\x13.ckpt.v1.NodeCopies\x12#\n\x07\x66oreign\x18\x07 \x01(\x0b\x32\x12.ckpt.v1.ErrorInfo\"=\n\nPinRequest\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\x12\n\ncheckpoint\x18\x02 \x01(\t\x12\x0e\n\x06pinned\x18\x03 \x01(\x08\"0\n\x0bPinResponse\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.ckpt.v1.CheckpointId\"h\n\x0cPruneRequest\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\x11\n\tkeep_last\x18\x02 \x01(\r\x12\x12\n\nkeep_every\x18\x03 \x01(\x04\x12\x0f\n\x07\x64ry_run\x18\x04 \x01(\x08\x12\x13\n\x0b\x63heckpoints\x18\x05 \x03(\t\"O\n\x0cPruneVerdict\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.ckpt.v1.CheckpointId\x12\x0c\n\x04keep\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x9c\x01\n\rPruneResponse\x12\'\n\x08verdicts\x18\x01 \x03(\x0b\x32\x15.ckpt.v1.PruneVerdict\x12\x17\n\x0f\x64\x65leted_objects\x18\x02 \x01(\x04\x12#\n\x04held\x18\x03 \x03(\x0b\x32\x15.ckpt.v1.CheckpointId\x12$\n\x05\x66reed\x18\x04 \x03(\x0b\x32\x15.ckpt.v1.CheckpointId\"Q\n\x0cSweepRequest\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\x14\n\x0colder_than_s\x18\x02 \x01(\x01\x12\x0f\n\x07\x64ry_run\x18\x03 \x01(\x08\x12\r\n\x05\x66orce\x18\x04 \x01(\x08\"\x82\x01\n\rSweepProgress\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.ckpt.v1.CheckpointId\x12\x0f\n\x07objects\x18\x02 \x01(\x04\x12\x0c\n\x04\x64one\x18\x03 \x01(\x08\x12\x16\n\x0euploads_listed\x18\x04 \x01(\x08\x12\x17\n\x0f\x61\x62orted_uploads\x18\x05 \x01(\x04\">\n\rVerifyRequest\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\x12\n\ncheckpoint\x18\x02 \x01(\t\x12\x0c\n\x04\x64\x65\x65p\x18\x03 \x01(\x08\"\xab\x01\n\x0eVerifyProgress\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.ckpt.v1.CheckpointId\x12\x15\n\rchecked_bytes\x18\x02 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x04\x12\x16\n\x0e\x63hecked_chunks\x18\x04 \x01(\x04\x12$\n\x08problems\x18\x05 \x03(\x0b\x32\x12.ckpt.v1.ErrorInfo\x12\x0c\n\x04\x64one\x18\x06 \x01(\x08\"P\n\rRepairRequest\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\x12\n\ncheckpoint\x18\x02 \x01(\t\x12\x0f\n\x07\x64ry_run\x18\x03 \x01(\x08\x12\r\n\x05peers\x18\x04 \x03(\t\"\x8e\x01\n\x0cMendedObject\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x33\n\x07sources\x18\x03 \x03(\x0b\x32\".ckpt.v1.MendedObject.SourcesEntry\x1a.\n\x0cSourcesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x87\x02\n\x0eRepairResponse\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.ckpt.v1.CheckpointId\x12%\n\x06mended\x18\x02 \x03(\x0b\x32\x15.ckpt.v1.MendedObject\x12$\n\x08problems\x18\x03 \x03(\x0b\x32\x12.ckpt.v1.ErrorInfo\x12=\n\x0bunreachable\x18\x04 \x03(\x0b\x32(.ckpt.v1.RepairResponse.UnreachableEntry\x1a\x46\n\x10UnreachableEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12!\n\x05value\x18\x02 \x01(\x0b\x32\x12.ckpt.v1.ErrorInfo:\x02\x38\x01\x32\x86\x04\n\x07\x43\x61talog\x12?\n\x08ListRuns\x12\x18.ckpt.v1.ListRunsRequest\x1a\x19.ckpt.v1.ListRunsResponse\x12T\n\x0fListCheckpoints\x12\x1f.ckpt.v1.ListCheckpointsRequest\x1a .ckpt.v1.ListCheckpointsResponse\x12H\n\x0bGetManifest\x12\x1b.ckpt.v1.GetManifestRequest\x1a\x1c.ckpt.v1.GetManifestResponse\x12\x30\n\x03Pin\x12\x13.ckpt.v1.PinRequest\x1a\x14.ckpt.v1.PinResponse\x12\x36\n\x05Prune\x12\x15.ckpt.v1.PruneRequest\x1a\x16.ckpt.v1.PruneResponse\x12\x38\n\x05Sweep\x12\x15.ckpt.v1.SweepRequest\x1a\x16.ckpt.v1.SweepProgress0\x01\x12;\n\x06Verify\x12\x16.ckpt.v1.VerifyRequest\x1a\x17.ckpt.v1.VerifyProgress0\x01\x12\x39\n\x06Repair\x12\x16.ckpt.v1.RepairRequest\x1a\x17.ckpt.v1.RepairResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,41 +48,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHECKPOINTINFO']._serialized_start=378
   _globals['_CHECKPOINTINFO']._serialized_end=547
   _globals['_LISTCHECKPOINTSRESPONSE']._serialized_start=550
-  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_end=729
-  _globals['_GETMANIFESTREQUEST']._serialized_start=731
-  _globals['_GETMANIFESTREQUEST']._serialized_end=807
-  _globals['_LOCALCOPY']._serialized_start=809
-  _globals['_LOCALCOPY']._serialized_end=848
-  _globals['_GETMANIFESTRESPONSE']._serialized_start=851
-  _globals['_GETMANIFESTRESPONSE']._serialized_end=1084
-  _globals['_PINREQUEST']._serialized_start=1086
-  _globals['_PINREQUEST']._serialized_end=1147
-  _globals['_PINRESPONSE']._serialized_start=1149
-  _globals['_PINRESPONSE']._serialized_end=1197
-  _globals['_PRUNEREQUEST']._serialized_start=1199
-  _globals['_PRUNEREQUEST']._serialized_end=1303
-  _globals['_PRUNEVERDICT']._serialized_start=1305
-  _globals['_PRUNEVERDICT']._serialized_end=1384
-  _globals['_PRUNERESPONSE']._serialized_start=1387
-  _globals['_PRUNERESPONSE']._serialized_end=1543
-  _globals['_SWEEPREQUEST']._serialized_start=1545
-  _globals['_SWEEPREQUEST']._serialized_end=1626
-  _globals['_SWEEPPROGRESS']._serialized_start=1629
-  _globals['_SWEEPPROGRESS']._serialized_end=1759
-  _globals['_VERIFYREQUEST']._serialized_start=1761
-  _globals['_VERIFYREQUEST']._serialized_end=1823
-  _globals['_VERIFYPROGRESS']._serialized_start=1826
-  _globals['_VERIFYPROGRESS']._serialized_end=1997
-  _globals['_REPAIRREQUEST']._serialized_start=1999
-  _globals['_REPAIRREQUEST']._serialized_end=2079
-  _globals['_MENDEDOBJECT']._serialized_start=2082
-  _globals['_MENDEDOBJECT']._serialized_end=2224
-  _globals['_MENDEDOBJECT_SOURCESENTRY']._serialized_start=2178
-  _globals['_MENDEDOBJECT_SOURCESENTRY']._serialized_end=2224
-  _globals['_REPAIRRESPONSE']._serialized_start=2227
-  _globals['_REPAIRRESPONSE']._serialized_end=2490
-  _globals['_REPAIRRESPONSE_UNREACHABLEENTRY']._serialized_start=2420
-  _globals['_REPAIRRESPONSE_UNREACHABLEENTRY']._serialized_end=2490
-  _globals['_CATALOG']._serialized_start=2493
-  _globals['_CATALOG']._serialized_end=3011
+  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_end=745
+  _globals['_GETMANIFESTREQUEST']._serialized_start=747
+  _globals['_GETMANIFESTREQUEST']._serialized_end=823
+  _globals['_LOCALCOPY']._serialized_start=825
+  _globals['_LOCALCOPY']._serialized_end=864
+  _globals['_GETMANIFESTRESPONSE']._serialized_start=867
+  _globals['_GETMANIFESTRESPONSE']._serialized_end=1137
+  _globals['_PINREQUEST']._serialized_start=1139
+  _globals['_PINREQUEST']._serialized_end=1200
+  _globals['_PINRESPONSE']._serialized_start=1202
+  _globals['_PINRESPONSE']._serialized_end=1250
+  _globals['_PRUNEREQUEST']._serialized_start=1252
+  _globals['_PRUNEREQUEST']._serialized_end=1356
+  _globals['_PRUNEVERDICT']._serialized_start=1358
+  _globals['_PRUNEVERDICT']._serialized_end=1437
+  _globals['_PRUNERESPONSE']._serialized_start=1440
+  _globals['_PRUNERESPONSE']._serialized_end=1596
+  _globals['_SWEEPREQUEST']._serialized_start=1598
+  _globals['_SWEEPREQUEST']._serialized_end=1679
+  _globals['_SWEEPPROGRESS']._serialized_start=1682
+  _globals['_SWEEPPROGRESS']._serialized_end=1812
+  _globals['_VERIFYREQUEST']._serialized_start=1814
+  _globals['_VERIFYREQUEST']._serialized_end=1876
+  _globals['_VERIFYPROGRESS']._serialized_start=1879
+  _globals['_VERIFYPROGRESS']._serialized_end=2050
+  _globals['_REPAIRREQUEST']._serialized_start=2052
+  _globals['_REPAIRREQUEST']._serialized_end=2132
+  _globals['_MENDEDOBJECT']._serialized_start=2135
+  _globals['_MENDEDOBJECT']._serialized_end=2277
+  _globals['_MENDEDOBJECT_SOURCESENTRY']._serialized_start=2231
+  _globals['_MENDEDOBJECT_SOURCESENTRY']._serialized_end=2277
+  _globals['_REPAIRRESPONSE']._serialized_start=2280
+  _globals['_REPAIRRESPONSE']._serialized_end=2543
+  _globals['_REPAIRRESPONSE_UNREACHABLEENTRY']._serialized_start=2473
+  _globals['_REPAIRRESPONSE_UNREACHABLEENTRY']._serialized_end=2543
+  _globals['_CATALOG']._serialized_start=2546
+  _globals['_CATALOG']._serialized_end=3064
 # @@protoc_insertion_point(module_scope)

@@ -62,16 +62,18 @@ class CheckpointInfo(_message.Message):
     def __init__(self, id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., pinned: bool = ..., committed_at: _Optional[float] = ..., manifest_nbytes: _Optional[int] = ..., location: _Optional[str] = ..., copies: _Optional[_Iterable[_Union[NodeCopies, _Mapping]]] = ...) -> None: ...
 
 class ListCheckpointsResponse(_message.Message):
-    __slots__ = ("checkpoints", "next_page_token", "latest", "latest_problem")
+    __slots__ = ("checkpoints", "next_page_token", "latest", "latest_problem", "run_id")
     CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     LATEST_FIELD_NUMBER: _ClassVar[int]
     LATEST_PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
     checkpoints: _containers.RepeatedCompositeFieldContainer[CheckpointInfo]
     next_page_token: str
     latest: _common_pb2.CheckpointId
     latest_problem: _common_pb2.ErrorInfo
-    def __init__(self, checkpoints: _Optional[_Iterable[_Union[CheckpointInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., latest: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., latest_problem: _Optional[_Union[_common_pb2.ErrorInfo, _Mapping]] = ...) -> None: ...
+    run_id: str
+    def __init__(self, checkpoints: _Optional[_Iterable[_Union[CheckpointInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., latest: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., latest_problem: _Optional[_Union[_common_pb2.ErrorInfo, _Mapping]] = ..., run_id: _Optional[str] = ...) -> None: ...
 
 class GetManifestRequest(_message.Message):
     __slots__ = ("url", "checkpoint", "manifest_only")
@@ -92,20 +94,22 @@ class LocalCopy(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., path: _Optional[str] = ...) -> None: ...
 
 class GetManifestResponse(_message.Message):
-    __slots__ = ("manifest", "layouts", "segments", "pinned", "local_copies", "copies")
+    __slots__ = ("manifest", "layouts", "segments", "pinned", "local_copies", "copies", "foreign")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     LAYOUTS_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
     LOCAL_COPIES_FIELD_NUMBER: _ClassVar[int]
     COPIES_FIELD_NUMBER: _ClassVar[int]
+    FOREIGN_FIELD_NUMBER: _ClassVar[int]
     manifest: _disk_pb2.Manifest
     layouts: _common_pb2.LayoutSet
     segments: _containers.RepeatedCompositeFieldContainer[_disk_pb2.SegmentSummary]
     pinned: bool
     local_copies: _containers.RepeatedCompositeFieldContainer[LocalCopy]
     copies: _containers.RepeatedCompositeFieldContainer[NodeCopies]
-    def __init__(self, manifest: _Optional[_Union[_disk_pb2.Manifest, _Mapping]] = ..., layouts: _Optional[_Union[_common_pb2.LayoutSet, _Mapping]] = ..., segments: _Optional[_Iterable[_Union[_disk_pb2.SegmentSummary, _Mapping]]] = ..., pinned: bool = ..., local_copies: _Optional[_Iterable[_Union[LocalCopy, _Mapping]]] = ..., copies: _Optional[_Iterable[_Union[NodeCopies, _Mapping]]] = ...) -> None: ...
+    foreign: _common_pb2.ErrorInfo
+    def __init__(self, manifest: _Optional[_Union[_disk_pb2.Manifest, _Mapping]] = ..., layouts: _Optional[_Union[_common_pb2.LayoutSet, _Mapping]] = ..., segments: _Optional[_Iterable[_Union[_disk_pb2.SegmentSummary, _Mapping]]] = ..., pinned: bool = ..., local_copies: _Optional[_Iterable[_Union[LocalCopy, _Mapping]]] = ..., copies: _Optional[_Iterable[_Union[NodeCopies, _Mapping]]] = ..., foreign: _Optional[_Union[_common_pb2.ErrorInfo, _Mapping]] = ...) -> None: ...
 
 class PinRequest(_message.Message):
     __slots__ = ("url", "checkpoint", "pinned")

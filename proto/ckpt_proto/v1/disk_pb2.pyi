@@ -67,7 +67,7 @@ class ChunkTable(_message.Message):
     def __init__(self, chunk_nbytes: _Optional[int] = ..., digests: _Optional[bytes] = ..., codecs: _Optional[_Iterable[int]] = ..., objects: _Optional[_Iterable[int]] = ..., offsets: _Optional[_Iterable[int]] = ..., stored_nbytes: _Optional[_Iterable[int]] = ..., object_keys: _Optional[_Iterable[str]] = ..., keys: _Optional[_Iterable[int]] = ..., key_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SegmentIndex(_message.Message):
-    __slots__ = ("run", "id", "rank", "world_size", "group", "nbytes", "layout_digest", "tensors", "chunks", "state", "rank_state", "captured_at", "environment", "parent", "audit")
+    __slots__ = ("run", "id", "rank", "world_size", "group", "nbytes", "layout_digest", "tensors", "chunks", "state", "rank_state", "captured_at", "environment", "parent", "audit", "run_id")
     class EnvironmentEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +90,7 @@ class SegmentIndex(_message.Message):
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     AUDIT_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
     run: str
     id: _common_pb2.CheckpointId
     rank: int
@@ -105,7 +106,8 @@ class SegmentIndex(_message.Message):
     environment: _containers.ScalarMap[str, str]
     parent: _common_pb2.CheckpointId
     audit: ReplicaAudit
-    def __init__(self, run: _Optional[str] = ..., id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., group: _Optional[_Union[_common_pb2.NodeGroup, _Mapping]] = ..., nbytes: _Optional[int] = ..., layout_digest: _Optional[bytes] = ..., tensors: _Optional[_Iterable[_Union[TensorEntry, _Mapping]]] = ..., chunks: _Optional[_Union[ChunkTable, _Mapping]] = ..., state: _Optional[_Union[_common_pb2.Value, _Mapping]] = ..., rank_state: _Optional[_Union[_common_pb2.Value, _Mapping]] = ..., captured_at: _Optional[float] = ..., environment: _Optional[_Mapping[str, str]] = ..., parent: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., audit: _Optional[_Union[ReplicaAudit, _Mapping]] = ...) -> None: ...
+    run_id: str
+    def __init__(self, run: _Optional[str] = ..., id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., group: _Optional[_Union[_common_pb2.NodeGroup, _Mapping]] = ..., nbytes: _Optional[int] = ..., layout_digest: _Optional[bytes] = ..., tensors: _Optional[_Iterable[_Union[TensorEntry, _Mapping]]] = ..., chunks: _Optional[_Union[ChunkTable, _Mapping]] = ..., state: _Optional[_Union[_common_pb2.Value, _Mapping]] = ..., rank_state: _Optional[_Union[_common_pb2.Value, _Mapping]] = ..., captured_at: _Optional[float] = ..., environment: _Optional[_Mapping[str, str]] = ..., parent: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., audit: _Optional[_Union[ReplicaAudit, _Mapping]] = ..., run_id: _Optional[str] = ...) -> None: ...
 
 class ReplicaAudit(_message.Message):
     __slots__ = ("shift", "own", "other")
@@ -158,7 +160,7 @@ class SegmentSummary(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., object_key: _Optional[str] = ..., nbytes: _Optional[int] = ..., layout_digest: _Optional[bytes] = ..., index_offset: _Optional[int] = ..., index_nbytes: _Optional[int] = ..., index_digest: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., references: _Optional[_Iterable[_Union[_common_pb2.CheckpointId, _Mapping]]] = ..., has_explicit_boxes: bool = ..., audit: _Optional[_Union[ReplicaAudit, _Mapping]] = ..., stored_nbytes: _Optional[int] = ..., pack: _Optional[str] = ...) -> None: ...
 
 class GroupHeader(_message.Message):
-    __slots__ = ("run", "id", "group", "world_size", "segments", "written_at", "parent", "environment")
+    __slots__ = ("run", "id", "group", "world_size", "segments", "written_at", "parent", "environment", "run_id")
     class EnvironmentEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -174,6 +176,7 @@ class GroupHeader(_message.Message):
     WRITTEN_AT_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
     run: str
     id: _common_pb2.CheckpointId
     group: _common_pb2.NodeGroup
@@ -182,10 +185,11 @@ class GroupHeader(_message.Message):
     written_at: float
     parent: _common_pb2.CheckpointId
     environment: _containers.ScalarMap[str, str]
-    def __init__(self, run: _Optional[str] = ..., id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., group: _Optional[_Union[_common_pb2.NodeGroup, _Mapping]] = ..., world_size: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[SegmentSummary, _Mapping]]] = ..., written_at: _Optional[float] = ..., parent: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., environment: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    run_id: str
+    def __init__(self, run: _Optional[str] = ..., id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., group: _Optional[_Union[_common_pb2.NodeGroup, _Mapping]] = ..., world_size: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[SegmentSummary, _Mapping]]] = ..., written_at: _Optional[float] = ..., parent: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., environment: _Optional[_Mapping[str, str]] = ..., run_id: _Optional[str] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("run", "id", "write_id", "world_size", "group_count", "layout_digest", "groups_digest", "nbytes", "tensor_count", "has_explicit_boxes", "committed_at", "parent", "references", "environment", "state_ranks", "stored_nbytes")
+    __slots__ = ("run", "id", "write_id", "world_size", "group_count", "layout_digest", "groups_digest", "nbytes", "tensor_count", "has_explicit_boxes", "committed_at", "parent", "references", "environment", "state_ranks", "stored_nbytes", "run_id")
     class EnvironmentEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -209,6 +213,7 @@ class Manifest(_message.Message):
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
     STATE_RANKS_FIELD_NUMBER: _ClassVar[int]
     STORED_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
     run: str
     id: _common_pb2.CheckpointId
     write_id: bytes
@@ -225,7 +230,8 @@ class Manifest(_message.Message):
     environment: _containers.ScalarMap[str, str]
     state_ranks: _containers.RepeatedScalarFieldContainer[int]
     stored_nbytes: int
-    def __init__(self, run: _Optional[str] = ..., id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., write_id: _Optional[bytes] = ..., world_size: _Optional[int] = ..., group_count: _Optional[int] = ..., layout_digest: _Optional[bytes] = ..., groups_digest: _Optional[bytes] = ..., nbytes: _Optional[int] = ..., tensor_count: _Optional[int] = ..., has_explicit_boxes: bool = ..., committed_at: _Optional[float] = ..., parent: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., references: _Optional[_Iterable[_Union[_common_pb2.CheckpointId, _Mapping]]] = ..., environment: _Optional[_Mapping[str, str]] = ..., state_ranks: _Optional[_Iterable[int]] = ..., stored_nbytes: _Optional[int] = ...) -> None: ...
+    run_id: str
+    def __init__(self, run: _Optional[str] = ..., id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., write_id: _Optional[bytes] = ..., world_size: _Optional[int] = ..., group_count: _Optional[int] = ..., layout_digest: _Optional[bytes] = ..., groups_digest: _Optional[bytes] = ..., nbytes: _Optional[int] = ..., tensor_count: _Optional[int] = ..., has_explicit_boxes: bool = ..., committed_at: _Optional[float] = ..., parent: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., references: _Optional[_Iterable[_Union[_common_pb2.CheckpointId, _Mapping]]] = ..., environment: _Optional[_Mapping[str, str]] = ..., state_ranks: _Optional[_Iterable[int]] = ..., stored_nbytes: _Optional[int] = ..., run_id: _Optional[str] = ...) -> None: ...
 
 class Borrows(_message.Message):
     __slots__ = ("id", "base", "references")

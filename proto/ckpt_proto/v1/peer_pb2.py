@@ -26,7 +26,7 @@ from ckpt_proto.v1 import common_pb2 as ckpt__proto_dot_v1_dot_common__pb2
 from ckpt_proto.v1 import disk_pb2 as ckpt__proto_dot_v1_dot_disk__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x63kpt_proto/v1/peer.proto\x12\x07\x63kpt.v1\x1a\x1a\x63kpt_proto/v1/common.proto\x1a\x18\x63kpt_proto/v1/disk.proto\"W\n\x0bHaveRequest\x12\x0f\n\x07run_key\x18\x01 \x01(\t\x12!\n\x02id\x18\x02 \x01(\x0b\x32\x15.ckpt.v1.CheckpointId\x12\x14\n\x0cwith_headers\x18\x03 \x01(\x08\"<\n\x0cHaveResponse\x12,\n\x0b\x63heckpoints\x18\x01 \x03(\x0b\x32\x17.ckpt.v1.HeldCheckpoint\"\x85\x01\n\x0eHeldCheckpoint\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.ckpt.v1.CheckpointId\x12\x12\n\nworld_size\x18\x02 \x01(\r\x12\x14\n\x0cis_committed\x18\x03 \x01(\x08\x12&\n\x08segments\x18\x04 \x03(\x0b\x32\x14.ckpt.v1.HeldSegment\"U\n\x0bHeldSegment\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x12\n\nis_replica\x18\x02 \x01(\x08\x12$\n\x06header\x18\x03 \x01(\x0b\x32\x14.ckpt.v1.GroupHeader\"j\n\x11GetSegmentRequest\x12\x0f\n\x07run_key\x18\x01 \x01(\t\x12!\n\x02id\x18\x02 \x01(\x0b\x32\x15.ckpt.v1.CheckpointId\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x13\n\x0bwith_layout\x18\x04 \x01(\x08\"3\n\x12GetSegmentResponse\x12\r\n\x05index\x18\x01 \x01(\x0c\x12\x0e\n\x06layout\x18\x02 \x01(\x0c\"u\n\x12ReadSegmentRequest\x12\x0f\n\x07run_key\x18\x01 \x01(\t\x12!\n\x02id\x18\x02 \x01(\x0b\x32\x15.ckpt.v1.CheckpointId\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\r\n\x05start\x18\x04 \x01(\x04\x12\x0e\n\x06nbytes\x18\x05 \x01(\x04\x32\x82\x01\n\x04Peer\x12\x33\n\x04Have\x12\x14.ckpt.v1.HaveRequest\x1a\x15.ckpt.v1.HaveResponse\x12\x45\n\nGetSegment\x12\x1a.ckpt.v1.GetSegmentRequest\x1a\x1b.ckpt.v1.GetSegmentResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x63kpt_proto/v1/peer.proto\x12\x07\x63kpt.v1\x1a\x1a\x63kpt_proto/v1/common.proto\x1a\x18\x63kpt_proto/v1/disk.proto\"W\n\x0bHaveRequest\x12\x0f\n\x07run_key\x18\x01 \x01(\t\x12!\n\x02id\x18\x02 \x01(\x0b\x32\x15.ckpt.v1.CheckpointId\x12\x14\n\x0cwith_headers\x18\x03 \x01(\x08\"<\n\x0cHaveResponse\x12,\n\x0b\x63heckpoints\x18\x01 \x03(\x0b\x32\x17.ckpt.v1.HeldCheckpoint\"\x95\x01\n\x0eHeldCheckpoint\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.ckpt.v1.CheckpointId\x12\x12\n\nworld_size\x18\x02 \x01(\r\x12\x14\n\x0cis_committed\x18\x03 \x01(\x08\x12&\n\x08segments\x18\x04 \x03(\x0b\x32\x14.ckpt.v1.HeldSegment\x12\x0e\n\x06run_id\x18\x05 \x01(\t\"U\n\x0bHeldSegment\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x12\n\nis_replica\x18\x02 \x01(\x08\x12$\n\x06header\x18\x03 \x01(\x0b\x32\x14.ckpt.v1.GroupHeader\"j\n\x11GetSegmentRequest\x12\x0f\n\x07run_key\x18\x01 \x01(\t\x12!\n\x02id\x18\x02 \x01(\x0b\x32\x15.ckpt.v1.CheckpointId\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x13\n\x0bwith_layout\x18\x04 \x01(\x08\"3\n\x12GetSegmentResponse\x12\r\n\x05index\x18\x01 \x01(\x0c\x12\x0e\n\x06layout\x18\x02 \x01(\x0c\"u\n\x12ReadSegmentRequest\x12\x0f\n\x07run_key\x18\x01 \x01(\t\x12!\n\x02id\x18\x02 \x01(\x0b\x32\x15.ckpt.v1.CheckpointId\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\r\n\x05start\x18\x04 \x01(\x04\x12\x0e\n\x06nbytes\x18\x05 \x01(\x04\x32\x82\x01\n\x04Peer\x12\x33\n\x04Have\x12\x14.ckpt.v1.HaveRequest\x1a\x15.ckpt.v1.HaveResponse\x12\x45\n\nGetSegment\x12\x1a.ckpt.v1.GetSegmentRequest\x1a\x1b.ckpt.v1.GetSegmentResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,15 +38,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HAVERESPONSE']._serialized_start=180
   _globals['_HAVERESPONSE']._serialized_end=240
   _globals['_HELDCHECKPOINT']._serialized_start=243
-  _globals['_HELDCHECKPOINT']._serialized_end=376
-  _globals['_HELDSEGMENT']._serialized_start=378
-  _globals['_HELDSEGMENT']._serialized_end=463
-  _globals['_GETSEGMENTREQUEST']._serialized_start=465
-  _globals['_GETSEGMENTREQUEST']._serialized_end=571
-  _globals['_GETSEGMENTRESPONSE']._serialized_start=573
-  _globals['_GETSEGMENTRESPONSE']._serialized_end=624
-  _globals['_READSEGMENTREQUEST']._serialized_start=626
-  _globals['_READSEGMENTREQUEST']._serialized_end=743
-  _globals['_PEER']._serialized_start=746
-  _globals['_PEER']._serialized_end=876
+  _globals['_HELDCHECKPOINT']._serialized_end=392
+  _globals['_HELDSEGMENT']._serialized_start=394
+  _globals['_HELDSEGMENT']._serialized_end=479
+  _globals['_GETSEGMENTREQUEST']._serialized_start=481
+  _globals['_GETSEGMENTREQUEST']._serialized_end=587
+  _globals['_GETSEGMENTRESPONSE']._serialized_start=589
+  _globals['_GETSEGMENTRESPONSE']._serialized_end=640
+  _globals['_READSEGMENTREQUEST']._serialized_start=642
+  _globals['_READSEGMENTREQUEST']._serialized_end=759
+  _globals['_PEER']._serialized_start=762
+  _globals['_PEER']._serialized_end=892
 # @@protoc_insertion_point(module_scope)

@@ -24,16 +24,18 @@ class HaveResponse(_message.Message):
     def __init__(self, checkpoints: _Optional[_Iterable[_Union[HeldCheckpoint, _Mapping]]] = ...) -> None: ...
 
 class HeldCheckpoint(_message.Message):
-    __slots__ = ("id", "world_size", "is_committed", "segments")
+    __slots__ = ("id", "world_size", "is_committed", "segments", "run_id")
     ID_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     IS_COMMITTED_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
     id: _common_pb2.CheckpointId
     world_size: int
     is_committed: bool
     segments: _containers.RepeatedCompositeFieldContainer[HeldSegment]
-    def __init__(self, id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., world_size: _Optional[int] = ..., is_committed: bool = ..., segments: _Optional[_Iterable[_Union[HeldSegment, _Mapping]]] = ...) -> None: ...
+    run_id: str
+    def __init__(self, id: _Optional[_Union[_common_pb2.CheckpointId, _Mapping]] = ..., world_size: _Optional[int] = ..., is_committed: bool = ..., segments: _Optional[_Iterable[_Union[HeldSegment, _Mapping]]] = ..., run_id: _Optional[str] = ...) -> None: ...
 
 class HeldSegment(_message.Message):
     __slots__ = ("rank", "is_replica", "header")
