@@ -65,6 +65,7 @@ def watched(disk: Disk) -> Iterator[Watched]:
     "the save fails with code no-space and names the file, the step before stays; with room again it goes on",
 )
 def test_full_disk_is_named_and_passes(disk: Disk, watched: Watched) -> None:
+    """Case I125."""
     staging = StagingDir(disk.path / "staging")
     disk.fill()
     failed = watched.seal(make_snapshot(step=2, rows=2000), 2)
@@ -99,6 +100,7 @@ def test_read_only_disk_is_named_and_can_still_be_read(disk: Disk, watched: Watc
     "status says no-space and nothing is given up; with room again it commits, whole",
 )
 def test_server_on_a_full_disk_says_so_and_goes_on(disk: Disk, s3_server: Ministack) -> None:
+    """Case I125."""
     url = f"s3://{s3_server.make_bucket()}/run"
     store = open_store(url, s3_server.options)
     with FaultProxy(s3_server.port) as proxy:
@@ -131,6 +133,7 @@ def test_server_on_a_full_disk_says_so_and_goes_on(disk: Disk, s3_server: Minist
 def test_what_a_real_file_system_keeps_of_a_life_is_consistent(
     disk: Disk, tmp_path: Path, tried: Callable[[int], None]
 ) -> None:
+    """Case I05."""
     print(f"CKPT_SEED={SEED}")
     dice = random.Random(SEED)
     for number in range(CUTS):

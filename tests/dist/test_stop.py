@@ -198,6 +198,7 @@ def stop_without_a_store(rank: int, world: int, root: Path) -> Sketch:
 
 
 def test_what_is_sealed_and_replicated_is_told_apart_and_is_code_75(root: Path) -> None:
+    """Case I61."""
     listening = {"CKPT_PEER_LISTEN": "127.0.0.1:0", "CKPT_INSECURE": "1"}
     try:
         found = run_ranks(2, stop_without_a_store, root, env=listening)
