@@ -85,6 +85,7 @@ class _Steps(Collector):
         for run in self._runs.all():
             jobs.add_metric([run.config.url, "uploads"], len(run.uploads))
             jobs.add_metric([run.config.url, "control"], len(run.control))
+            jobs.add_metric([run.config.url, "deletions"], len(run.deletions))
         yield jobs
         yield GaugeMetricFamily(
             "ckpt_oldest_pending_seconds",

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from ckpt.clock import Clock
 from ckpt.errors import CkptError
 from ckpt.events import event, get_logger
-from ckpt.format.ids import MAX_ATTEMPT, CheckpointId
+from ckpt.format.ids import CheckpointId
 from ckpt.ops.catalog import exists
 from ckpt.ops.commit import CommitState, commit_delay_s, try_commit
 from ckpt.ops.groups import list_groups
@@ -41,7 +41,6 @@ _STAND_IN_FIRST_S = 5.0
 _POLL_MOST_S = 60.0
 # Around every step's priority, which begins with its attempt.
 _FIRST = (0,)
-_LAST = (MAX_ATTEMPT + 1,)
 
 
 class Pipeline:
@@ -204,7 +203,7 @@ class Pipeline:
 
         run.control.add("retain-local", self._retried(run, None, local), priority=_FIRST)
         if remote and run.config.keep_last > 0:
-            run.control.add("retain-remote", self._retried(run, None, in_store), priority=_LAST)
+            run.deletions.add("retain-remote", self._retried(run, None, in_store))
 
     def _retried(self, run: Run, ident: CheckpointId | None, work: Callable[[], float | None]) -> Retried:
         def waiting(error: CkptError) -> None:

@@ -60,13 +60,14 @@ def check_url(url: str) -> None:
 
 
 class Run:
-    """One run: its configuration, its store and its two queues. Thread-safe.
+    """One run: its configuration, its store and its queues. Thread-safe.
 
     Attributes:
         key: folder below ``runs/``.
         uploads: segments on their way, ``upload_concurrency`` at once.
-        control: everything short (probe, publish, commit, retention), so that the commit of one step
+        control: everything short (probe, publish, commit, local retention), so that the commit of one step
             never waits for the upload of the next.
+        deletions: retention in the store, which can take minutes and holds up nothing.
         lending: what its segments may borrow.
         compression: whether compressing its uploads pays.
         known_groups: what commits of this run have proved already.
@@ -78,6 +79,7 @@ class Run:
         self.key = key
         self.uploads = WorkQueue(f"upload-{key}", workers=workers, clock=clock)
         self.control = WorkQueue(f"control-{key}", workers=1, clock=clock)
+        self.deletions = WorkQueue(f"deletions-{key}", workers=1, clock=clock)
         self.lending = Lending()
         self.compression = Compression(threads=encoder_threads(), clock=clock, name=key)
         self._opener = opener
@@ -132,13 +134,17 @@ class Run:
         self.lending, self.known_groups = Lending(), KnownGroups()
 
     @property
+    def _queues(self) -> tuple[WorkQueue, ...]:
+        return self.uploads, self.control, self.deletions
+
+    @property
     def has_work(self) -> bool:
         """Whether something is queued or running."""
-        return len(self.uploads) > 0 or len(self.control) > 0
+        return any(len(queue) > 0 for queue in self._queues)
 
     def close(self, deadline: float) -> bool:
-        """Stop both queues; False where a job outlasted ``deadline`` (then the store stays open)."""
-        ended = [queue.close(deadline) for queue in (self.uploads, self.control)]
+        """Stop all queues; False where a job outlasted ``deadline`` (then the store stays open)."""
+        ended = [queue.close(deadline) for queue in self._queues]
         with self._lock:
             store = self._store
         if store is not None and all(ended):

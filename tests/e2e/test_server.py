@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,11 @@ from ckpt.errors import (
 )
 from ckpt.format import keys
 from ckpt.format.ids import CheckpointId
+from ckpt.ops.catalog import list_checkpoints
 from ckpt.storage.open import open_store
 from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import staging_pb2
+from tests.support.faultproxy import FaultProxy
 from tests.support.s3 import Ministack, Rclone
 from tests.support.sealing import World, make_world, seal
 from tests.support.server import Server, State, eventually, save
@@ -250,6 +254,37 @@ def test_store_retention_is_applied_by_the_committer(server: Server, url: str) -
             return [row.id.step for row in catalog.list_checkpoints(url) if row.location != "local"]
 
         eventually(lambda: steps() == [40, 20], what="10 and 30 are pruned")
+
+
+def test_deletions_that_take_long_hold_up_no_commit(tmp_path: Path, s3_server: Ministack) -> None:
+    """Case I73."""
+    url = f"s3://{s3_server.make_bucket()}/run"
+    begun, go = threading.Event(), threading.Event()
+
+    def held(method: str, path: str) -> None:
+        if method == "DELETE" or path.endswith("?delete"):
+            begun.set()
+            assert go.wait(60)
+
+    def save_one(server: Server, step: int) -> None:
+        ident = CheckpointId(step, 1)  # each of other values, else the first would be borrowed from
+        server.wait_for(save(server, url, make_world(seed=step), ident, keep_last=1), ident)
+
+    with FaultProxy(s3_server.port) as proxy:
+        environment = s3_server.env | {"AWS_ENDPOINT_URL": proxy.endpoint}
+        with Server(tmp_path / "staging", environment=environment) as server:
+            save_one(server, 10)
+            proxy.fault = held
+            save_one(server, 20)
+            assert begun.wait(30)  # from here on the first one is being deleted
+            save_one(server, 30)
+            go.set()
+            with contextlib.closing(open_store(url, s3_server.options)) as store:
+
+                def listed() -> list[int]:
+                    return [info.ident.step for info in list_checkpoints(store)]
+
+                eventually(lambda: listed() == [30], what="30 is alone")
 
 
 def test_overtaken_half_sealed_step_is_abandoned_after_its_grace(tmp_path: Path, url: str) -> None:
