@@ -10,8 +10,9 @@ The order of deletes, and what a crash after each leaves:
    crash, ``sweep`` finds.
 
 Nothing is deleted unless what ``latest`` names was found whole (quick verify) right before, and that one is
-never deleted. Any number of servers may prune, upload and commit at once; :mod:`ckpt.ops.borrow` says why no
-upload loses what it borrowed.
+never deleted. Where somebody has put another run's checkpoint here and it counts as ``latest``, nobody knows
+which ones this run needs: then nothing may go but that checkpoint itself, by name. Any number of servers may
+prune, upload and commit at once; :mod:`ckpt.ops.borrow` says why no upload loses what it borrowed.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from ckpt.format.keys import (
 from ckpt.format.manifest import stored_nbytes
 from ckpt.ops.catalog import candidates, exists, latest, list_checkpoints, load_checkpoint, read_manifest
 from ckpt.ops.groups import read_group_headers
+from ckpt.ops.identity import OTHER_RUN, find_foreign
 from ckpt.ops.pins import list_pins
 from ckpt.ops.references import Manifests, look_at_unpublished, put_held, read_held
 from ckpt.ops.verify import verify_quick
@@ -107,7 +109,7 @@ def execute_prune(store: Store, verdicts: Sequence[Verdict], *, dry_run: bool = 
     Raises:
         RefusedError: nothing was deleted. Code "last-good": ``latest`` resolves to a condemned one (by now);
             code "pinned": one is pinned (by now); code "latest-damaged": what ``latest`` names is not whole,
-            so older checkpoints may be needed.
+            so older checkpoints may be needed; code "other-run": it is another run's.
         UnavailableError: the store cannot be reached; what was condemned may be deleted in part and is
             finished by ``sweep``.
     """
@@ -115,7 +117,7 @@ def execute_prune(store: Store, verdicts: Sequence[Verdict], *, dry_run: bool = 
     if not condemned:
         return PruneReport(verdicts=tuple(verdicts), deleted=(), held=(), freed=(), deleted_objects=0)
     _refuse_protected(store, condemned)
-    _require_whole_latest(store)
+    _require_whole_latest(store, condemned)
     manifests = Manifests(store)
     manifests.references(condemned)  # before anything goes: a manifest that cannot be read ends it here
     parts = {ident: _parts_of(store, ident) for ident in condemned}
@@ -150,7 +152,7 @@ def _refuse_protected(store: Store, condemned: Sequence[CheckpointId]) -> None:
     if last_good is None:  # a fresh attempt that has committed nothing: what there is, is all there is
         newest = next(list_checkpoints(store), None)
         last_good = newest.ident if newest else None
-    if last_good in condemned:
+    if last_good is not None and last_good in condemned and not _is_foreign(store, last_good):
         raise RefusedError(
             "this is the checkpoint a run would resume from; it is never deleted",
             code="last-good",
@@ -165,10 +167,27 @@ def _refuse_protected(store: Store, condemned: Sequence[CheckpointId]) -> None:
         )
 
 
-def _require_whole_latest(store: Store) -> None:
+def _is_foreign(store: Store, ident: CheckpointId) -> bool:
+    try:
+        return find_foreign(store, read_manifest(store, ident)) is not None
+    except CorruptError:  # what cannot be read is this run's until it is known not to be
+        return False
+
+
+def _require_whole_latest(store: Store, condemned: Sequence[CheckpointId]) -> None:
     ident = latest(store)
     if ident is None:
         return
+    if _is_foreign(store, ident):
+        if all(_is_foreign(store, other) for other in condemned):
+            return
+        raise RefusedError(
+            "the latest checkpoint is another run's, so nobody knows which ones this run needs; nothing was "
+            "deleted. Delete that one by its name first",
+            code=OTHER_RUN,
+            checkpoint=ident,
+            url=store.url,
+        )
     try:
         problems: list[CorruptError] = list(verify_quick(load_checkpoint(store, ident)))
     except CorruptError as error:

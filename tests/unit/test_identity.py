@@ -21,6 +21,7 @@ from ckpt.ops.attempts import NO_CLAIM, claim_attempt, list_attempts, read_attem
 from ckpt.ops.catalog import latest, list_checkpoints, read_manifest
 from ckpt.ops.commit import publish_complete
 from ckpt.ops.identity import absence, belongs, find_foreign, require_own
+from ckpt.ops.prune import execute_prune, plan_deletion, plan_retention
 from ckpt.ops.records import repair_records
 from ckpt.plan.choice import NodeHoldings, of_one_life
 from ckpt.storage.base import Store
@@ -212,6 +213,25 @@ def test_a_group_that_an_older_version_published_fits() -> None:
     build_checkpoint(store, 10, group_size=1, groups=[0], commit=False, run_id=A)
     build_checkpoint(store, 10, group_size=1, groups=[1])
     assert read_manifest(store, ID).run_id == A
+
+
+def test_retention_deletes_nothing_while_another_runs_checkpoint_counts_as_latest() -> None:
+    store = memory_store()
+    run_id = begin(store)
+    for step in (10, 20, 30):
+        build_checkpoint(store, step, run_id=run_id)
+    foreign = build_checkpoint(store, 5, 9, run_id=A).ident
+    for verdicts in (plan_retention(store, keep_last=1), plan_deletion(store, [ID])):
+        with pytest.raises(RefusedError) as caught:
+            execute_prune(store, verdicts)
+        assert (caught.value.code, caught.value.context["checkpoint"]) == ("other-run", foreign)
+    assert len(list(list_checkpoints(store))) == 4
+    assert execute_prune(store, plan_deletion(store, [foreign])).deleted == (foreign,)
+    assert latest(store) == CheckpointId(30, 1)
+    with pytest.raises(RefusedError) as caught:
+        plan_deletion(store, [CheckpointId(30, 1)])
+    assert caught.value.code == "last-good"
+    assert execute_prune(store, plan_retention(store, keep_last=1)).deleted == (CheckpointId(20, 1), ID)
 
 
 # --- segments ---
