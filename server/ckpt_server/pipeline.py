@@ -22,13 +22,14 @@ from ckpt.storage.key_source import environment_keys
 from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import common_pb2, staging_pb2
 from ckpt_server import retention
+from ckpt_server.chunk_source import encoder_threads
 from ckpt_server.publisher import publish_group
 from ckpt_server.retried import Retried
 from ckpt_server.run_identity import RunIdentity
 from ckpt_server.runs import Run
 from ckpt_server.settings import Settings
 from ckpt_server.steps import StepTable
-from ckpt_server.uploader import Segment, Uploader, encoder_threads
+from ckpt_server.uploader import Segment, Uploader
 
 __all__ = ["Pipeline"]
 

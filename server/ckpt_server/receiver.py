@@ -30,7 +30,8 @@ from ckpt.storage.durable import fsync_dir, write_durably
 from ckpt.storage.own_file import open_own
 from ckpt.storage.staging import StagingDir, os_errors
 from ckpt_proto.v1 import disk_pb2
-from ckpt_server.uploader import Segment, check_chunk
+from ckpt_server.chunk_source import check_chunk
+from ckpt_server.uploader import Segment
 
 __all__ = ["Receiver", "check_offer"]
 

@@ -15,9 +15,9 @@ from ckpt.ops.known_groups import KnownGroups
 from ckpt.storage.base import Store
 from ckpt.storage.open import open_store
 from ckpt.storage.staging import RunConfig, StagingDir
+from ckpt_server.chunk_source import encoder_threads
 from ckpt_server.compression import COMPRESSION, Compression
 from ckpt_server.lending import Lending
-from ckpt_server.uploader import encoder_threads
 from ckpt_server.work import WorkQueue
 
 __all__ = ["Run", "Runs", "check_options"]
