@@ -275,7 +275,8 @@ class CheckpointManager(LoopMethods):
             strict: refuse where the checkpoint has more or less than the live state; ``allow_missing`` and
                 ``allow_unexpected`` decide each of the two alone.
             cast_dtypes: convert modules' tensors to the live dtype, which is refused otherwise.
-            start_over: begin a new lineage at 0 beside the checkpoints that exist; restores nothing.
+            start_over: begin a new lineage at 0 beside the checkpoints that exist; restores nothing. Where
+                the run was deleted in the store, what nodes hold of it is set aside.
             required: to find nothing is an error: for a job that is to go on, where 0 would mean that the URL
                 is wrong.
 
