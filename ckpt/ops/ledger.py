@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from ckpt.clock import Clock, SystemClock
 from ckpt.errors import CorruptError
-from ckpt.ops.attempts import list_attempts, read_attempt
+from ckpt.ops.attempts import Attempt, list_attempts, read_attempt
 from ckpt.ops.ends import ends_of, summary_of
 from ckpt.ops.recovery import RankRecovery, all_recoveries, attempt_order, local_recoveries, summarize
 from ckpt.plan.goodput import Ledger, Start, account
@@ -102,14 +102,16 @@ def load_ledger(store: Store, staging: StagingDir, run_key: str) -> Ledger:
             local.setdefault(record.attempt, []).append(record)
         recoveries = _merged(all_recoveries(store, pool.map), local)
         numbers = sorted(list_attempts(store))
-        parents = dict(
-            zip(numbers, pool.map(lambda number: read_attempt(store, number).parent, numbers), strict=True)
-        )
-    from_steps = {number: parent.step if parent else 0 for number, parent in parents.items()}
+        attempts = list(pool.map(lambda number: read_attempt(store, number), numbers))
     return account(
         [
-            _start(n, from_steps[n], recoveries.get(n, []), lives.get(n, []), newest=n == numbers[-1])
-            for n in numbers
+            _start(
+                attempt,
+                recoveries.get(attempt.number, []),
+                lives.get(attempt.number, []),
+                newest=attempt is attempts[-1],
+            )
+            for attempt in attempts
         ]
     )
 
@@ -141,7 +143,7 @@ def _lives_in(store: Store, pool: ThreadPoolExecutor) -> dict[int, list[Life]]:
 
 
 def _start(
-    number: int, from_step: int, recoveries: Sequence[RankRecovery], lives: Sequence[Life], *, newest: bool
+    attempt: Attempt, recoveries: Sequence[RankRecovery], lives: Sequence[Life], *, newest: bool
 ) -> Start:
     """What is known of one start, over all ranks that have told."""
     told = summarize(recoveries) if recoveries else None
@@ -151,8 +153,9 @@ def _start(
     if is_running:
         ended_at = max(life.seen_at for life in lives)
     return Start(
-        attempt=number,
-        from_step=from_step,
+        attempt=attempt.number,
+        from_step=attempt.parent.step if attempt.parent else 0,
+        claimed_at=attempt.started_at,
         cause=told.cause if told is not None else "start",
         began_at=told.failed_at if told is not None else None,
         first_step_at=told.failed_at + told.wall_s if told is not None else None,

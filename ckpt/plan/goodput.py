@@ -30,6 +30,7 @@ class Start:
         from_step: what it resumed from; 0 for a fresh start.
         cause: why it was started; see :class:`ckpt.ops.recovery.RankRecovery`.
         began_at: when the attempt before failed; where that is not known, when this one's process began.
+        claimed_at: when it took its attempt number, while it restored.
         first_step_at: when its first step was complete.
         phases: seconds of that time, by name.
         ended_at: when it stopped getting on, or was seen last.
@@ -43,6 +44,7 @@ class Start:
     from_step: int = 0
     cause: str = "start"
     began_at: float | None = None
+    claimed_at: float | None = None
     first_step_at: float | None = None
     phases: Mapping[str, float] = field(default_factory=dict)
     ended_at: float | None = None
@@ -105,10 +107,11 @@ def account(starts: Sequence[Start]) -> Ledger:
     cursor: float | None = None
     for i, start in enumerate(starts):
         later = starts[i + 1 :]
-        began = start.began_at if start.began_at is not None else cursor
-        ended = _end(start, later)
-        if began is None or (ended is None and start.first_step_at is None):
+        known = [at for at in (start.began_at, cursor, start.claimed_at) if at is not None]
+        signs = [at for at in (_end(start, later), start.claimed_at) if at is not None]
+        if not known or not (signs or start.first_step_at is not None):
             continue
+        began, ended = known[0], max(signs, default=None)
         kept = min((other.from_step for other in later), default=None)
         row = _row(start, began=began, ended=ended, cursor=cursor, kept=kept)
         rows.append(row)

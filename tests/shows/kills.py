@@ -19,12 +19,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import Popen
 
+import pytest
+
 from ckpt.format import keys
 from ckpt.format.ids import CheckpointId
+from ckpt.ops.attempts import list_attempts, read_attempt
 from ckpt.ops.catalog import list_checkpoints, load_checkpoint
+from ckpt.ops.ledger import load_ledger
 from ckpt.ops.verify import verify_deep
 from ckpt.storage.base import Store
 from ckpt.storage.open import open_store
+from ckpt.storage.staging import StagingDir
 from tests.shows.report import Report
 from tests.support.chain import FLUSHER, ROOT, SERVER, Life, Plan, Zygote, end_node, kill_all, poll, processes
 from tests.support.s3 import Ministack, free_port, start_process, stop_process
@@ -177,12 +182,14 @@ def run_chain(chain: Chain, zygote: Zygote, instants: int) -> None:
         last.wait_for("committed")
         last.kill()
         last.wait()
+        ended = time.time()
     except BaseException:
         print("\n".join(chain.history))
         raise
     finally:
         end_node(chain.staging)
     check_store(chain)
+    check_ledger(chain, ended)
 
 
 def live_and_die(chain: Chain, zygote: Zygote, instant: int) -> None:
@@ -231,6 +238,18 @@ def check_store(chain: Chain) -> None:
     assert len(listed) >= min(KEEP_LAST, told), f"{len(listed)} are listed, {told} commits were told"
     for ident in listed:
         assert verify_deep(load_checkpoint(chain.store, ident)) == []
+
+
+def check_ledger(chain: Chain, ended: float) -> None:
+    """Whatever was killed, the goodput ledger knows of all the time from the first claim to the end."""
+    found = load_ledger(chain.store, StagingDir(chain.staging), keys.run_key(chain.url))
+    claimed = min(read_attempt(chain.store, number).started_at for number in list_attempts(chain.store))
+    first, last = found.rows[0].began_at, found.rows[-1].ended_at
+    text = f"the ledger goes from {first - claimed:+.1f} s to {last - ended:+.1f} s: {found.seconds}"
+    assert first <= claimed, text
+    # A killed flusher's last word is two seconds old at most, and more where it did not get to run.
+    assert ended - 6.0 < last < ended + 2.0, text
+    assert sum(found.seconds.values()) == pytest.approx(last - first), text
 
 
 def run_chains(
@@ -285,4 +304,5 @@ def random_kills(root: Path, s3: Ministack, *, kills: int, seed: int | None = No
             report.check(
                 True, f"{name}: each restore was right bit by bit, and none older than the last commit"
             )
+            report.check(True, f"{name}: the goodput ledger knows of all the time")
     return report

@@ -94,6 +94,24 @@ def test_time_that_nobody_knows_of_is_told_apart() -> None:
     assert found.rows[2].steps is None
 
 
+def test_starts_that_leave_no_more_than_their_claim_are_restarts() -> None:
+    found = account(
+        [
+            Start(attempt=1, claimed_at=5),
+            Start(attempt=2, claimed_at=12),
+            start(3, began=2, first=20, end=40, step=21, cause="start", claimed_at=18),
+            Start(attempt=4, from_step=21, claimed_at=50),
+            # What it knows of before is of attempt 3: the one before it has left nothing.
+            start(5, began=40, first=60, end=70, step=31, from_step=21, claimed_at=58),
+            Start(attempt=6, from_step=31, claimed_at=75),
+        ]
+    )
+    check(found, 70)
+    assert [row.attempt for row in found.rows] == [1, 2, 3, 4, 5, 6]
+    assert [row.seconds["restart"] for row in found.rows] == [0, 7, 8, 10, 10, 5]
+    assert (found.seconds["productive"], found.seconds["down"], found.seconds["unknown"]) == (30, 0, 0)
+
+
 def test_starts_that_fail_before_their_first_step_are_restarts_and_traceless_ones_cost_no_row() -> None:
     found = account(
         [
@@ -184,8 +202,10 @@ def test_a_node_puts_what_has_ended_once_and_the_rest_every_five_minutes(staging
 
     for _ in range(3):
         claim_attempt(store, parent=None, world_size=2, host="h", clock=clock)
-    rows = load_ledger(store, StagingDir(staging.path / "elsewhere"), RUN).rows
-    assert [row.attempt for row in rows] == []  # no rank has told of its first step: no time is known
+    found = load_ledger(store, StagingDir(staging.path / "elsewhere"), RUN)
+    # No rank has told of a first step, so all that is known of is restarts.
+    assert [row.attempt for row in found.rows] == [1, 2, 3]
+    assert found.seconds["restart"] == found.wall_s > 0
     key = next(info.key for info in store.list_keys("ledger/"))
     store.put(key, b'{"ranks": [{}]}')
     with pytest.raises(CorruptError):
