@@ -10,11 +10,11 @@ were opened: they never change.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,10 @@ from ckpt.storage.open import open_store
 from ckpt.urls import absolute_url
 
 __all__ = ["Repository", "TensorName", "choose_names"]
+
+T = TypeVar("T")
+
+_TRIES = 5  # a reader under which every latest is pruned reads more slowly than the run saves
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +93,33 @@ class Repository:
             NotFoundError: there is none such.
             CorruptError: its metadata is damaged.
         """
-        ident = (
-            checkpoint
-            if isinstance(checkpoint, CheckpointId)
-            else catalog.resolve(self._store, str(checkpoint))
-        )
-        known = self._opened.get(ident)
-        if known is None:
-            known = self._opened[ident] = catalog.load_checkpoint(self._store, ident)
-        return known
+        return self._reading(checkpoint, lambda opened: opened)
+
+    def _reading(self, checkpoint: str | int | CheckpointId, use: Callable[[Checkpoint], T]) -> T:
+        """Return ``use`` of a checkpoint. Where "latest" is pruned under it, of the latest there is then.
+
+        Raises:
+            NotFoundError: code "pruned": one that was named was pruned while it was read.
+        """
+        for left in range(_TRIES - 1, -1, -1):
+            ident = (
+                checkpoint
+                if isinstance(checkpoint, CheckpointId)
+                else catalog.resolve(self._store, str(checkpoint))
+            )
+            try:
+                with catalog.naming_pruned(self._store, ident):
+                    known = self._opened.get(ident)
+                    if known is None:
+                        known = self._opened[ident] = catalog.load_checkpoint(self._store, ident)
+                    return use(known)
+            except NotFoundError as error:
+                if error.code != "pruned":
+                    raise
+                self._opened.pop(ident, None)
+                if checkpoint != "latest" or not left:
+                    raise
+        raise AssertionError("unreachable")
 
     def layouts(self, checkpoint: str | int | CheckpointId = "latest") -> LayoutSet:
         """Return name, dtype, shape and split of every tensor. Raises as :meth:`open`."""
@@ -123,7 +145,14 @@ class Repository:
             InvalidInputError: an array of ``out`` does not fit.
             CorruptError: no good copy of a chunk is left.
         """
-        opened = self.open(checkpoint)
+        return self._reading(checkpoint, lambda opened: self._load(opened, names, out))
+
+    def _load(
+        self,
+        opened: Checkpoint,
+        names: str | Collection[str] | None,
+        out: Mapping[str, NDArray[Any]] | None,
+    ) -> dict[str, TensorData]:
         given = dict(out or {})
         if names is None and out is not None:
             names = sorted(given)
@@ -156,20 +185,7 @@ class Repository:
             InvalidInputError: the box is not inside the tensor.
             CorruptError: no good copy of a chunk is left.
         """
-        opened = self.open(checkpoint)
-        layout = opened.layouts.get(name)
-        if layout is None:
-            raise NotFoundError("tensor is not in the checkpoint", code="tensor", tensor=name)
-        shape = region_of(layout, box).shape
-        array = np.empty(shape, f"V{layout.itemsize}")
-        read_parts(opened, [(name, box)], [array])
-        return TensorData(
-            ident=opened.ident,
-            dtype=layout.dtype,
-            shape=shape,
-            global_shape=layout.global_shape,
-            data=bytearray(array.tobytes()),
-        )
+        return self._reading(checkpoint, lambda opened: _read_tensor(opened, name, box))
 
     def values(self, checkpoint: str | int | CheckpointId = "latest") -> dict[str, Any]:
         """Return the plain state that is the same on all ranks: docs/format.md, "State values".
@@ -180,29 +196,52 @@ class Repository:
             NotFoundError, CorruptError: as :meth:`open`.
             InvalidInputError: it holds an object of a type that is not registered in this program.
         """
-        opened = self.open(checkpoint)
-        ranks = opened.manifest.state_ranks or [0]
-        return merge_values(
-            [decode_value(opened.segment_index(rank).state, leaf=TensorName) for rank in ranks]
+        return self._reading(
+            checkpoint,
+            lambda opened: merge_values(
+                [
+                    decode_value(opened.segment_index(rank).state, leaf=TensorName)
+                    for rank in opened.manifest.state_ranks or [0]
+                ]
+            ),
         )
 
     def aliases(self, checkpoint: str | int | CheckpointId = "latest") -> dict[str, str]:
         """Return the names of tied tensors that are stored under another name, with that name."""
-        opened = self.open(checkpoint)
-        found: dict[str, str] = {}
-        for rank in opened.manifest.state_ranks or [0]:
-            mapping = opened.segment_index(rank).state.mapping
-            for key, value in zip(mapping.keys, mapping.values, strict=True):
-                if key.text == "aliases":  # the rest may hold types that are not registered here
-                    found |= decode_value(value)
-        return found
+        return self._reading(checkpoint, _read_aliases)
 
     def rank_values(self, rank: int, checkpoint: str | int | CheckpointId = "latest") -> dict[str, Any]:
         """Return the plain state of one rank alone: loaders, random numbers. Raises as :meth:`values`."""
-        found: dict[str, Any] = decode_value(
-            self.open(checkpoint).segment_index(rank).rank_state, leaf=TensorName
+        found: dict[str, Any] = self._reading(
+            checkpoint, lambda opened: decode_value(opened.segment_index(rank).rank_state, leaf=TensorName)
         )
         return found
+
+
+def _read_tensor(opened: Checkpoint, name: str, box: Box | None) -> TensorData:
+    layout = opened.layouts.get(name)
+    if layout is None:
+        raise NotFoundError("tensor is not in the checkpoint", code="tensor", tensor=name)
+    shape = region_of(layout, box).shape
+    array = np.empty(shape, f"V{layout.itemsize}")
+    read_parts(opened, [(name, box)], [array])
+    return TensorData(
+        ident=opened.ident,
+        dtype=layout.dtype,
+        shape=shape,
+        global_shape=layout.global_shape,
+        data=bytearray(array.tobytes()),
+    )
+
+
+def _read_aliases(opened: Checkpoint) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for rank in opened.manifest.state_ranks or [0]:
+        mapping = opened.segment_index(rank).state.mapping
+        for key, value in zip(mapping.keys, mapping.values, strict=True):
+            if key.text == "aliases":  # the rest may hold types that are not registered here
+                found |= decode_value(value)
+    return found
 
 
 def choose_names(patterns: str | Collection[str] | None, known: Collection[str]) -> list[str]:

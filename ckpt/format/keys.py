@@ -26,6 +26,8 @@ __all__ = [
     "borrows_key",
     "checkpoint_of_data_key",
     "checkpoint_of_index_key",
+    "condemned_key",
+    "condemned_prefix",
     "data_prefix",
     "group_key",
     "held_key",
@@ -46,12 +48,14 @@ __all__ = [
     "parse_local_index_name",
     "parse_manifest_key",
     "parse_pin_key",
+    "parse_temporary_pin_key",
     "pin_key",
     "require_below",
     "run_key",
     "segment_key",
     "segment_keys",
     "segment_of_data_key",
+    "temporary_pin_key",
 ]
 
 ATTEMPTS = "attempts/"
@@ -65,13 +69,15 @@ _MANIFEST = re.compile(r"manifests/\d{18}\.(\d{12}\.a\d{6})\.pb", re.ASCII)
 _ATTEMPT = re.compile(r"attempts/\d{6}\.(\d{6})\.json", re.ASCII)
 _GROUP = re.compile(r"index/(\d{12}\.a\d{6})/group-(\d{5})-of-(\d{5})\.pb", re.ASCII)
 _INDEX = re.compile(
-    r"index/(\d{12}\.a\d{6})/(?:(?:group|mark)-\d{5}-of-\d{5}\..+|borrows-.+\.pb|held\.pb)", re.ASCII
+    r"index/(\d{12}\.a\d{6})/(?:(?:group|mark)-\d{5}-of-\d{5}\..+|borrows-.+\.pb|held\.pb|condemned-.+)",
+    re.ASCII,
 )
 _GROUP_NAME = re.compile(r"group-(\d{5})-of-(\d{5})\.pb", re.ASCII)
 _DATA = re.compile(r"data/[0-9a-f]{2}/(\d{12}\.a\d{6})/.+", re.ASCII)
 _BORROWS = re.compile(r"index/(\d{12}\.a\d{6})/borrows-(\d{12}\.a\d{6})\.pb", re.ASCII)
 _PACK = re.compile(r".+-([0-9a-f]{16})\.pack")
 _PIN = re.compile(r"pins/(\d{12}\.a\d{6})", re.ASCII)
+_TEMPORARY_PIN = re.compile(r"pins/(\d{12}\.a\d{6})\.[0-9a-f]{16}", re.ASCII)
 _LOCAL_INDEX = re.compile(r"segment-(\d{5,})\.index", re.ASCII)
 
 
@@ -170,6 +176,16 @@ def held_key(ident: CheckpointId) -> str:
     return f"{INDEX}{ident}/held.pb"
 
 
+def condemned_prefix(ident: CheckpointId) -> str:
+    """``index/<id>/condemned-``: before every :func:`condemned_key` of a checkpoint."""
+    return f"{INDEX}{ident}/condemned-"
+
+
+def condemned_key(ident: CheckpointId, token: str) -> str:
+    """``index/<id>/condemned-<token>``: somebody is about to delete the checkpoint; 16 hex digits say who."""
+    return f"{condemned_prefix(ident)}{token}"
+
+
 def data_prefix(ident: CheckpointId, rank: int) -> str:
     """The folder of :func:`segment_key`."""
     return segment_key(ident, rank).rpartition("/")[0] + "/"
@@ -201,6 +217,17 @@ def pin_key(ident: CheckpointId) -> str:
 def parse_pin_key(key: str) -> CheckpointId | None:
     """Return the pinned checkpoint, or None for a foreign key."""
     match = _PIN.fullmatch(key)
+    return CheckpointId.parse(match[1]) if match else None
+
+
+def temporary_pin_key(ident: CheckpointId, token: str) -> str:
+    """``pins/<id>.<token>``: somebody needs the checkpoint for a moment; 16 hex digits say who."""
+    return f"{pin_key(ident)}.{token}"
+
+
+def parse_temporary_pin_key(key: str) -> CheckpointId | None:
+    """Return the checkpoint, or None for a foreign key."""
+    match = _TEMPORARY_PIN.fullmatch(key)
     return CheckpointId.parse(match[1]) if match else None
 
 

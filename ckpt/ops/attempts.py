@@ -10,6 +10,7 @@ attempt, and every later attempt repeats it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from ckpt.format.ids import MAX_ATTEMPT, CheckpointId
 from ckpt.format.keys import ATTEMPTS, MANIFESTS, attempt_key, parse_attempt_key, parse_manifest_key
 from ckpt.format.limits import MALFORMED, load_json
 from ckpt.format.manifest import open_manifest
+from ckpt.ops.condemn import protected
 from ckpt.storage.base import ObjectInfo, Store
 from ckpt.storage.conditional import commit_put
 
@@ -210,6 +212,7 @@ def claim_attempt(
     world_size: int,
     host: str,
     clock: Clock,
+    parent_is_committed: bool = False,
     settle_s: float = 1.0,
 ) -> int:
     """Take the next attempt number of the run and return it. Blocks on the store.
@@ -224,14 +227,32 @@ def claim_attempt(
         world_size: number of ranks.
         host: for people.
         clock: time of the record, and of the wait below.
+        parent_is_committed: the parent was restored from its commit, so it must still be there.
         settle_s: where the store does not keep the condition of ``put_new``, how long to wait before
             looking whether somebody else has overwritten our claim.
 
     Raises:
         InvalidInputError: the parent's attempt is not below the new number (it belongs to another run).
+        NotFoundError, RefusedError: code "no-checkpoint", "condemned": the parent was pruned meanwhile, or is
+            just being pruned. Restore again.
         ConflictError: no number could be had, because others kept taking them.
         UnavailableError: the store cannot be reached; a number may be used up, which does no harm.
     """
+    with contextlib.ExitStack() as stack:
+        if parent is not None:  # until it is what ``latest`` names, a prune would take it
+            stack.enter_context(protected(store, parent, may_be_staged=not parent_is_committed))
+        return _claim(store, parent, world_size=world_size, host=host, clock=clock, settle_s=settle_s)
+
+
+def _claim(
+    store: Store,
+    parent: CheckpointId | None,
+    *,
+    world_size: int,
+    host: str,
+    clock: Clock,
+    settle_s: float,
+) -> int:
     conditional = store.probe_conditional()
     claim_id = random_bytes(16).hex()
     for _ in range(100):

@@ -6,7 +6,8 @@ that the attempt resumed from. Tables are flat: what base borrowed itself is bor
 Nobody may delete what an upload under way relies on, although no manifest names it yet:
 
 1. the borrower puts ``index/<id>/borrows-<base>.pb``, which names every checkpoint it may borrow from;
-2. then it looks whether base's manifest is (still) there. Only if so it borrows.
+2. then it looks whether base's manifest is (still) there, and nobody deletes base (:mod:`ckpt.ops.condemn`).
+   Only if so it borrows.
 3. Prune and sweep first delete base's manifest, or find it gone, and then read what is borrowed.
 
 Whichever order the four requests come in, either the borrower sees that base is gone, or the deleter sees
@@ -38,6 +39,7 @@ from ckpt.format.keys import (
 from ckpt.format.layout import LayoutSet
 from ckpt.ops.catalog import exists, read_manifest
 from ckpt.ops.checkpoint import Checkpoint
+from ckpt.ops.condemn import is_condemned
 from ckpt.ops.groups import read_segment_indexes
 from ckpt.plan.retention import newest_first
 from ckpt.storage.base import Store
@@ -173,8 +175,10 @@ def secure(store: Store, lender: Lender, ident: CheckpointId) -> bool:
         base=lender.base.to_proto(),
         references=[other.to_proto() for other in lender.references],
     )
-    store.put(borrows_key(ident, lender.base), seal_message(Kind.BORROWS, record))
-    return exists(store, lender.base)
+    key = borrows_key(ident, lender.base)
+    store.put(key, seal_message(Kind.BORROWS, record))
+    # In this order: the record is there until everything else of base is gone.
+    return not is_condemned(store, lender.base, since=key) and exists(store, lender.base)
 
 
 def borrows_of(store: Store, ident: CheckpointId) -> set[CheckpointId]:

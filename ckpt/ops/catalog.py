@@ -10,6 +10,7 @@ Nothing is remembered between calls: another process may commit or prune at any 
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import logging
 import re
@@ -40,6 +41,7 @@ __all__ = [
     "list_checkpoints",
     "list_runs",
     "load_checkpoint",
+    "naming_pruned",
     "read_manifest",
     "require_run",
     "resolve",
@@ -342,3 +344,23 @@ def load_checkpoint(store: Store, ident: CheckpointId) -> Checkpoint:
     """
     manifest = read_manifest(store, ident)
     return Checkpoint(store, manifest, read_layout(store, manifest.layout_digest))
+
+
+@contextlib.contextmanager
+def naming_pruned(store: Store, ident: CheckpointId) -> Iterator[None]:
+    """Around reads of ``ident``: what fails because it was pruned meanwhile is no damage.
+
+    Raises:
+        NotFoundError: code "pruned", instead of whatever was missing first.
+    """
+    try:
+        yield
+    except (CorruptError, NotFoundError) as error:
+        if exists(store, ident):
+            raise
+        raise NotFoundError(
+            "the checkpoint was pruned while it was read; take another, or pin what must stay",
+            code="pruned",
+            checkpoint=ident,
+            url=store.url,
+        ) from error

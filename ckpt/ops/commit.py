@@ -4,7 +4,8 @@ The order of writes, and what a crash after each leaves:
 
 1. segments and layouts, then the group index (by each node's server): invisible; continued or swept later.
 2. the merged layout, where ranks had different ones: content-addressed, harmless.
-3. the manifest, by a conditional put: before it nothing is visible, after it all is. There is no step 4.
+3. the manifest, by a conditional put: before it nothing is visible, after it all is. There is no step 4, but
+   a look whether somebody began to delete the parts meanwhile (:func:`_undo_if_deleted`).
 
 Any server may try at any time; the conditional put decides. A committer of an older attempt (a zombie, or a
 server that catches up after a network cut) is not refused: its checkpoint is whole (its segments are looked
@@ -20,14 +21,15 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ckpt.clock import Clock, SystemClock
-from ckpt.errors import CkptError, CorruptError, InvalidInputError, RefusedError
+from ckpt.errors import CkptError, CorruptError, InvalidInputError, NotFoundError, RefusedError
 from ckpt.events import event, get_logger
 from ckpt.format.ids import CheckpointId
-from ckpt.format.keys import INDEX, MANIFESTS, manifest_key, parse_manifest_key
+from ckpt.format.keys import INDEX, MANIFESTS, group_key, manifest_key, parse_manifest_key
 from ckpt.format.manifest import encode_manifest, open_manifest
 from ckpt.format.summaries import Summaries
 from ckpt.ops.attempts import first_parsed
 from ckpt.ops.catalog import exists
+from ckpt.ops.condemn import is_condemned
 from ckpt.ops.groups import list_groups, read_group_headers
 from ckpt.ops.known_groups import KnownGroups
 from ckpt.ops.proof import make_manifest, prove_whole
@@ -148,6 +150,7 @@ def try_commit(
     )
     if not ours:
         return CommitResult(state=CommitState.ALREADY)
+    _undo_if_deleted(store, ident, manifest.group_count)
     event(
         _log,
         logging.INFO,
@@ -160,6 +163,37 @@ def try_commit(
     for warning in whole.warnings:
         event(_log, logging.WARNING, "commit.odd", checkpoint=ident, reason=warning)
     return CommitResult(state=CommitState.COMMITTED, warnings=whole.warnings)
+
+
+def _undo_if_deleted(store: Store, ident: CheckpointId, group_count: int) -> None:
+    """Take the manifest away again where the parts are going, or gone.
+
+    For a committer that was held up between its look at the parts and its put: others committed the same
+    checkpoint and newer ones, and pruned this one; or a sweep found it overtaken. They are ahead, so what is
+    undone was never the latest. The sweep, or the prune, does the same, should this process die here.
+
+    Raises:
+        CorruptError: code "deleted": it was undone; this checkpoint can never be committed.
+    """
+    key = manifest_key(ident)
+    # In this order: the record is there until the group indexes are gone.
+    if not is_condemned(store, ident, since=key) and _is_there(store, group_key(ident, 0, group_count)):
+        return
+    store.delete([key])
+    raise CorruptError(
+        "the parts were deleted while they were committed: the checkpoint is overtaken, and was pruned or "
+        "swept; the commit was undone",
+        code="deleted",
+        checkpoint=ident,
+    )
+
+
+def _is_there(store: Store, key: str) -> bool:
+    try:
+        store.head(key)
+    except NotFoundError:
+        return False
+    return True
 
 
 def publish_complete(store: Store) -> list[CheckpointId]:

@@ -1,27 +1,31 @@
 """Carry out retention: unpublish, then delete. What crashes left is ckpt.ops.sweep's.
 
-The order of deletes, and what a crash after each leaves:
+The order, and what a crash after each leaves:
 
-1. the manifests, oldest first: the checkpoints no longer exist, for anybody.
-2. where others hold chunks in its segments: a record of them (:mod:`ckpt.ops.references`).
-3. its group indexes: from the first one on it cannot be committed again.
-4. its segments, unless a checkpoint that stays, or an upload under way, holds chunks in them.
-5. the segments of checkpoints pruned earlier that nobody holds chunks in any more. What is left over by a
+1. a record that they are condemned; then a look at pins and ``latest`` (:mod:`ckpt.ops.condemn`).
+2. the manifests, oldest first: the checkpoints no longer exist, for anybody.
+3. where others hold chunks in its segments: a record of them (:mod:`ckpt.ops.references`).
+4. its group indexes: from the first one on it cannot be committed again.
+5. its segments, unless a checkpoint that stays, or an upload under way, holds chunks in them.
+6. the segments of checkpoints pruned earlier that nobody holds chunks in any more. What is left over by a
    crash, ``sweep`` finds.
+7. the records of 1.
 
 Nothing is deleted unless what ``latest`` names was found whole (quick verify) right before, and that one is
 never deleted. Where somebody has put another run's checkpoint here and it counts as ``latest``, nobody knows
 which ones this run needs: then nothing may go but that checkpoint itself, by name. Any number of servers may
-prune, upload and commit at once; :mod:`ckpt.ops.borrow` says why no upload loses what it borrowed.
+prune, upload, commit, pin and start at once; :mod:`ckpt.ops.condemn` says why nothing goes that somebody has
+just come to need, :mod:`ckpt.ops.borrow` why no upload loses what it borrowed.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from ckpt.errors import CorruptError, NotFoundError, RefusedError
+from ckpt.clock import Clock, SystemClock
+from ckpt.errors import CorruptError, NotFoundError, RefusedError, UnavailableError
 from ckpt.events import event, get_logger
 from ckpt.format.ids import CheckpointId
 from ckpt.format.keys import (
@@ -33,10 +37,19 @@ from ckpt.format.keys import (
     segment_keys,
 )
 from ckpt.format.manifest import stored_nbytes
-from ckpt.ops.catalog import candidates, exists, latest, list_checkpoints, load_checkpoint, read_manifest
+from ckpt.ops.catalog import (
+    candidates,
+    exists,
+    latest,
+    list_checkpoints,
+    load_checkpoint,
+    naming_pruned,
+    read_manifest,
+)
+from ckpt.ops.condemn import Condemned
 from ckpt.ops.groups import read_group_headers
 from ckpt.ops.identity import OTHER_RUN, find_foreign
-from ckpt.ops.pins import list_pins
+from ckpt.ops.pins import list_protected
 from ckpt.ops.references import Manifests, look_at_unpublished, put_held, read_held
 from ckpt.ops.verify import verify_quick
 from ckpt.plan.retention import Verdict, newest_first, plan_prune
@@ -45,6 +58,7 @@ from ckpt.storage.base import Store
 __all__ = ["PruneReport", "execute_prune", "plan_deletion", "plan_retention"]
 
 _log = get_logger("ops.prune")
+_LOOKS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +93,7 @@ def plan_retention(store: Store, *, keep_last: int, keep_every: int = 0) -> list
         line=list(candidates(store)),
         keep_last=keep_last,
         keep_every=keep_every,
-        pinned=list_pins(store),
+        pinned=list_protected(store, SystemClock().now),
     )
 
 
@@ -94,34 +108,39 @@ def plan_deletion(store: Store, idents: Iterable[CheckpointId]) -> list[Verdict]
     for ident in condemned:
         if not exists(store, ident):
             raise NotFoundError("no such checkpoint", code="no-checkpoint", checkpoint=ident, url=store.url)
-    _refuse_protected(store, condemned)
+    _refuse_protected(store, condemned, pinned=list_protected(store, SystemClock().now))
     return [Verdict(ident, keep=False, reason="named by the caller") for ident in condemned]
 
 
-def execute_prune(store: Store, verdicts: Sequence[Verdict], *, dry_run: bool = False) -> PruneReport:
+def execute_prune(
+    store: Store, verdicts: Sequence[Verdict], *, dry_run: bool = False, clock: Clock | None = None
+) -> PruneReport:
     """Delete what ``verdicts`` do not keep. Blocks on the store. Safe to repeat after a crash.
 
     Args:
         store: of the run.
         verdicts: from :func:`plan_retention` or :func:`plan_deletion`.
         dry_run: check everything, delete nothing.
+        clock: for how long it took; what it says of the time of day is not asked.
 
     Raises:
         RefusedError: nothing was deleted. Code "last-good": ``latest`` resolves to a condemned one (by now);
-            code "pinned": one is pinned (by now); code "latest-damaged": what ``latest`` names is not whole,
-            so older checkpoints may be needed; code "other-run": it is another run's.
+            code "pinned": one is pinned (by now), or a start is just resuming from it; code
+            "latest-damaged": what ``latest`` names is not whole, so older checkpoints may be needed; code
+            "other-run": it is another run's.
         UnavailableError: the store cannot be reached; what was condemned may be deleted in part and is
-            finished by ``sweep``.
+            finished by ``sweep``. Code "slow": this process was held up for long; nothing was deleted.
     """
     condemned = newest_first(verdict.ident for verdict in verdicts if not verdict.keep)
     if not condemned:
         return PruneReport(verdicts=tuple(verdicts), deleted=(), held=(), freed=(), deleted_objects=0)
-    _refuse_protected(store, condemned)
+    _refuse_protected(store, condemned, pinned=list_protected(store, (clock or SystemClock()).now))
     _require_whole_latest(store, condemned)
     manifests = Manifests(store)
     manifests.references(condemned)  # before anything goes: a manifest that cannot be read ends it here
     parts = {ident: _parts_of(store, ident) for ident in condemned}
-    if not dry_run:
+    records = None if dry_run else _condemn(store, condemned, clock)
+    if records is not None:
         for ident in reversed(condemned):  # oldest first: a crash in the middle leaves the newer ones
             store.delete([manifest_key(ident)])  # from here on nobody is offered what is falling apart
     # After the manifests are gone, so that nobody begins to borrow unseen; see ckpt.ops.borrow.
@@ -134,6 +153,11 @@ def execute_prune(store: Store, verdicts: Sequence[Verdict], *, dry_run: bool = 
     freed = tuple(newest_first(pending.held - needed))
     for ident in freed:
         objects += _free(store, ident, dry_run=dry_run)
+    if records is not None:
+        # Once more: a late commit that saw the record has put a manifest, and may have died before it took
+        # it away again.
+        store.delete([manifest_key(ident) for ident in condemned])
+        records.withdraw()
     return PruneReport(
         verdicts=tuple(verdicts),
         deleted=tuple(condemned),
@@ -143,11 +167,25 @@ def execute_prune(store: Store, verdicts: Sequence[Verdict], *, dry_run: bool = 
     )
 
 
+def _condemn(store: Store, condemned: Sequence[CheckpointId], clock: Clock | None) -> Condemned:
+    """Say what is about to go, then look once more whether anybody needs it. Raises RefusedError."""
+    records = Condemned(store, condemned, clock)
+    try:
+        _refuse_protected(store, condemned, pinned=list_protected(store, records.put_at))
+        records.check_fresh()
+    except BaseException:
+        records.withdraw()
+        raise
+    return records
+
+
 def _published(store: Store) -> set[CheckpointId]:
     return {info.ident for info in list_checkpoints(store)}
 
 
-def _refuse_protected(store: Store, condemned: Sequence[CheckpointId]) -> None:
+def _refuse_protected(
+    store: Store, condemned: Sequence[CheckpointId], *, pinned: Collection[CheckpointId]
+) -> None:
     last_good = latest(store)
     if last_good is None:  # a fresh attempt that has committed nothing: what there is, is all there is
         newest = next(list_checkpoints(store), None)
@@ -159,11 +197,13 @@ def _refuse_protected(store: Store, condemned: Sequence[CheckpointId]) -> None:
             checkpoint=last_good,
             url=store.url,
         )
-    pins = list_pins(store)
-    pinned = [ident for ident in condemned if ident in pins]
-    if pinned:
+    kept = [ident for ident in condemned if ident in pinned]
+    if kept:
         raise RefusedError(
-            "checkpoint is pinned; unpin it first", code="pinned", checkpoint=pinned[0], total=len(pinned)
+            "checkpoint is pinned, or a start is just resuming from it; unpin it first, or try again",
+            code="pinned",
+            checkpoint=kept[0],
+            total=len(kept),
         )
 
 
@@ -175,30 +215,50 @@ def _is_foreign(store: Store, ident: CheckpointId) -> bool:
 
 
 def _require_whole_latest(store: Store, condemned: Sequence[CheckpointId]) -> None:
-    ident = latest(store)
-    if ident is None:
-        return
-    if _is_foreign(store, ident):
-        if all(_is_foreign(store, other) for other in condemned):
+    for _ in range(_LOOKS):
+        ident = latest(store)
+        if ident is None:
             return
-        raise RefusedError(
-            "the latest checkpoint is another run's, so nobody knows which ones this run needs; nothing was "
-            "deleted. Delete that one by its name first",
-            code=OTHER_RUN,
-            checkpoint=ident,
-            url=store.url,
-        )
-    try:
-        problems: list[CorruptError] = list(verify_quick(load_checkpoint(store, ident)))
-    except CorruptError as error:
-        problems = [error]
-    if problems:
+        try:
+            with naming_pruned(store, ident):
+                if _is_foreign(store, ident):
+                    _require_foreign(store, ident, condemned)
+                    return
+                problems: list[CorruptError] = list(verify_quick(load_checkpoint(store, ident)))
+        except NotFoundError as error:
+            if error.code not in ("pruned", "no-checkpoint"):
+                raise
+            continue  # overtaken and pruned by others meanwhile: look at what is the latest by now
+        except CorruptError as error:
+            problems = [error]
+        if not problems:
+            return
         raise RefusedError(
             "the latest checkpoint is not whole, so older ones may be needed; nothing was deleted",
             code="latest-damaged",
             checkpoint=ident,
             problem=problems[0],
             total=len(problems),
+        )
+    raise UnavailableError(
+        "others prune the latest checkpoint as fast as it is looked at; nothing was deleted", url=store.url
+    )
+
+
+def _require_foreign(store: Store, ident: CheckpointId, condemned: Sequence[CheckpointId]) -> None:
+    """The latest, ``ident``, is another run's: only such may go."""
+    for other in condemned:
+        try:
+            if _is_foreign(store, other):
+                continue
+        except NotFoundError:  # gone meanwhile
+            continue
+        raise RefusedError(
+            "the latest checkpoint is another run's, so nobody knows which ones this run needs; nothing was "
+            "deleted. Delete that one by its name first",
+            code=OTHER_RUN,
+            checkpoint=ident,
+            url=store.url,
         )
 
 

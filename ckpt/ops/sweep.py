@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from ckpt.clock import Clock, SystemClock
+from ckpt.clock import Clock, SystemClock, random_bytes
 from ckpt.errors import CorruptError, InvalidInputError, NotFoundError
 from ckpt.events import event, get_logger
 from ckpt.format.ids import CheckpointId
@@ -15,11 +15,13 @@ from ckpt.format.keys import (
     INDEX,
     checkpoint_of_data_key,
     checkpoint_of_index_key,
+    manifest_key,
     own_object_key,
     segment_of_data_key,
 )
 from ckpt.ops.attempts import newest_attempt
 from ckpt.ops.catalog import awaited_parents, exists, list_checkpoints, read_manifest
+from ckpt.ops.condemn import Condemned
 from ckpt.ops.groups import list_groups, read_group_headers
 from ckpt.ops.references import Manifests, look_at_unpublished
 from ckpt.storage.base import HasUploads, ObjectInfo, Store
@@ -69,14 +71,15 @@ def sweep(
         store: of the run.
         older_than_s: grace in seconds; must exceed the longest time an upload may take. At least 0.
         dry_run: delete nothing.
-        clock: what "now" is.
+        clock: what "now" is; by default the store's own clock, by which its objects' ages are told. (In a dry
+            run, which writes nothing, this machine's.)
 
     Raises:
         InvalidInputError: negative grace.
         CorruptError: a manifest is damaged, so what it needs is unknown. Nothing was deleted.
     """
     check_grace(older_than_s, force=True)
-    now = (clock or SystemClock()).now()
+    now = _now(store, clock, dry_run=dry_run)
     # Twice: the keys of what is committed already need not be kept in memory, and what is committed while
     # the keys are listed has a manifest afterwards.
     committed = {info.ident for info in list_checkpoints(store)}
@@ -105,7 +108,6 @@ def _sweep_orphans(
     dry_run: bool,
 ) -> Iterator[Swept]:
     committed = {info.ident for info in list_checkpoints(store)}
-    needed = Manifests(store).references()
     newest = newest_attempt(store) or 0
     awaited = awaited_parents(store)
     highest: dict[int, int] = {}
@@ -117,18 +119,33 @@ def _sweep_orphans(
         old = touched[ident] < older_than
         return ident not in committed and ident not in awaited and overtaken and old
 
-    # Read after the manifests, so that nobody begins to borrow unseen (ckpt.ops.borrow).
     dead = {ident for ident in orphans if is_garbage(ident)}
-    pending = look_at_unpublished(store)
+    # The manifests after the records: what is committed in between is seen there. (What the orphans have is
+    # gone already, so nobody begins to borrow it unseen; see ckpt.ops.borrow.)
+    pending = look_at_unpublished(store, published=committed)
+    needed = Manifests(store).references()
     needed |= {other for ident, found in pending.borrowed.items() if ident not in dead for other in found}
 
     for ident, keys in sorted(orphans.items()):
-        if ident not in dead or ident in needed or exists(store, ident):
+        if ident not in dead or ident in needed:
             continue
-        if not dry_run:
-            store.delete(sorted(keys, reverse=True))  # marks, then group indexes, then segments
-            event(_log, logging.INFO, "sweep.done", checkpoint=ident, objects=len(keys))
-        yield Swept(ident=ident, objects=len(keys))
+        if dry_run or _delete_orphan(store, ident, keys):
+            yield Swept(ident=ident, objects=len(keys))
+
+
+def _delete_orphan(store: Store, ident: CheckpointId, keys: Iterable[str]) -> bool:
+    """Delete ``keys``, unless somebody commits the checkpoint at the last moment. See ckpt.ops.condemn."""
+    records = Condemned(store, [ident])
+    if exists(store, ident):
+        records.withdraw()
+        return False
+    records.check_fresh()
+    found = sorted(keys, reverse=True)
+    store.delete(found)  # marks, then group indexes, then segments
+    store.delete([manifest_key(ident)])  # of a commit that saw the record and died before it was undone
+    records.withdraw()
+    event(_log, logging.INFO, "sweep.done", checkpoint=ident, objects=len(found))
+    return True
 
 
 class _Strays:
@@ -187,8 +204,20 @@ def sweep_uploads(
     check_grace(older_than_s, force=True)
     if not isinstance(store, HasUploads):
         return None
-    now = (clock or SystemClock()).now()
+    now = _now(store, clock, dry_run=dry_run)
     return store.abort_uploads(before=now - older_than_s, dry_run=dry_run)
+
+
+def _now(store: Store, clock: Clock | None, *, dry_run: bool) -> float:
+    """A clock that is an hour ahead must not take what an upload has just written."""
+    if clock is not None or dry_run:
+        return (clock or SystemClock()).now()
+    key = f"probe/{random_bytes(12).hex()}"
+    store.put(key, b"")
+    try:
+        return store.head(key).modified_at
+    finally:
+        store.delete([key])
 
 
 def _owner(key: str) -> CheckpointId | None:

@@ -66,8 +66,9 @@ _log = get_logger("server.app")
 _SCANS_PER_RETAIN = 10
 _LOOK_S = 0.5
 _RPC_THREADS = MAX_WATCHERS + MAX_HEARTS + 32
-# Calls at once per listener; more are told so at once instead of waiting in memory.
-_MAX_CALLS = 2 * _RPC_THREADS
+# Calls at once per listener; more are told so at once instead of waiting in memory. 500 clients that restore
+# beside the heartbeats of a node must fit.
+_MAX_CALLS = 4 * _RPC_THREADS
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_REQUEST_NBYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_NBYTES),

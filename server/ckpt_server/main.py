@@ -22,6 +22,7 @@ from ckpt.plan.liveness import LivenessPolicy
 from ckpt.rpc.access import PeerAccess
 from ckpt.storage.peerfile import failure_domain
 from ckpt.storage.staging import StagingDir, default_staging_path
+from ckpt.storage.standard_fds import fill_standard_fds
 from ckpt_server.app import App
 from ckpt_server.compression import COMPRESSION
 from ckpt_server.lock import AlreadyRunningError, has_server_file, owned
@@ -42,9 +43,11 @@ _TAKEOVER_S = 120.0
 
 def run() -> None:
     """Entry point of ``ckptd`` and ``python -m ckpt_server``."""
+    fill_standard_fds()
     code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # it was closed
+            stream.flush()
     # Upload threads that outlasted the grace may hold the interpreter's end for minutes; all they did
     # is done again after the next start.
     os._exit(code)

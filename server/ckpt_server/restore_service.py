@@ -12,6 +12,7 @@ from ckpt.errors import InvalidInputError, NotFoundError
 from ckpt.format import keys
 from ckpt.format.segment import chunk_range
 from ckpt.geometry import Box
+from ckpt.ops.catalog import naming_pruned
 from ckpt.ops.fetch import fetch_tensor, read_verified_chunk
 from ckpt.ops.tiers import Tier, node_tiers
 from ckpt.rpc.bulk import frames
@@ -66,20 +67,24 @@ class RestoreService(restore_pb2_grpc.RestoreServicer):
             nbytes=box.nelements * size,
         ).SerializeToString()
         for block in row_blocks(box, max(1, _BLOCK_NBYTES // size)):
-            _, _, content = fetch_tensor(checkpoint, request.name, block, tiers=tiers)
+            with naming_pruned(checkpoint.store, checkpoint.ident):
+                _, _, content = fetch_tensor(checkpoint, request.name, block, tiers=tiers)
             yield from frames(content)
 
     def read_chunks(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """The raw method ReadChunks (see staging.proto)."""
         request = parse_request(restore_pb2.ReadChunksRequest(), data)
         checkpoint = self._checkpoints.find(request.url, request.checkpoint)
-        index = checkpoint.segment_index(request.rank)
+        with naming_pruned(checkpoint.store, checkpoint.ident):
+            index = checkpoint.segment_index(request.rank)
         yield restore_pb2.ReadChunksHeader(
             id=checkpoint.ident.to_proto(), nbytes=[_chunk_nbytes(index, chunk) for chunk in request.chunks]
         ).SerializeToString()
         tiers = self._tiers(request.url)
         for chunk in request.chunks:
-            yield from frames(read_verified_chunk(checkpoint, request.rank, chunk, tiers=tiers))
+            with naming_pruned(checkpoint.store, checkpoint.ident):
+                content = read_verified_chunk(checkpoint, request.rank, chunk, tiers=tiers)
+            yield from frames(content)
 
     def _tiers(self, url: str) -> Sequence[Tier]:
         """This node's copies come first, also of a run that it only reads."""

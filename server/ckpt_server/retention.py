@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from ckpt.errors import RefusedError
 from ckpt.events import event, get_logger
 from ckpt.format.ids import CheckpointId
 from ckpt.ops.prune import execute_prune, plan_retention
@@ -23,6 +24,8 @@ _Status = staging_pb2.StepStatus
 _REMEMBERED = 256
 # Beside the next save, bytes: indexes, markers and what else the disk holds.
 _HEADROOM_NBYTES = 64 * 1024 * 1024
+# Somebody has pinned, or resumed from, what was to go while it was looked at.
+_OVERTAKEN = frozenset({"pinned", "last-good"})
 # A spare segment that was not overwritten for so long is given back, seconds: the run has ended.
 _SPARE_AGE_S = 3600.0
 
@@ -99,7 +102,13 @@ def retain_remote(run: Run) -> int:
     """
     config = run.config
     verdicts = plan_retention(run.store, keep_last=config.keep_last, keep_every=config.keep_every)
-    report = execute_prune(run.store, verdicts)
+    try:
+        report = execute_prune(run.store, verdicts)
+    except RefusedError as error:
+        if error.code not in _OVERTAKEN:
+            raise
+        event(_log, logging.INFO, "retain.overtaken", run=run.key, reason=error)  # the next commit prunes
+        return 0
     if report.deleted:
         gone = ",".join(map(str, report.deleted))
         event(_log, logging.INFO, "retain.store", run=run.key, deleted=gone, objects=report.deleted_objects)

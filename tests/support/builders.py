@@ -370,9 +370,13 @@ def swept(store: Store, *, older_than_s: float, dry_run: bool = False, clock: Fa
     return sum(one.objects for one in found)
 
 
-def borrow(store: Store, step: int, source: CheckpointId) -> CheckpointId:
+def borrow(
+    store: Store, step: int, source: CheckpointId, *, world_size: int = 2, layouts: LayoutSet | None = None
+) -> CheckpointId:
     """Commit a checkpoint whose chunks all lie in the objects of ``source``."""
-    built = build_checkpoint(store, step, seed=source.step, commit=False)
+    built = build_checkpoint(
+        store, step, seed=source.step, world_size=world_size, layouts=layouts, commit=False
+    )
     segments = [built.segments[rank] for rank in sorted(built.segments)]
     for segment in segments:
         segment.chunks.object_keys[0] = segment_key(source, segment.rank)

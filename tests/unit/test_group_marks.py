@@ -255,7 +255,7 @@ def test_prune_deletes_marks_before_group_indexes() -> None:
     commit(store, staged(store, 20).ident)
     execute_prune(store, plan_deletion(store, [old.ident]))
     kinds = [key[len(index_prefix(old.ident)) :][:4] for key in store.deleted if key.startswith("index/")]
-    assert kinds == ["mark"] * WORLD + ["grou"] * WORLD
+    assert kinds == ["mark"] * WORLD + ["grou"] * WORLD + ["cond"]
     assert list(store.list_keys(index_prefix(old.ident))) == []
 
 

@@ -25,6 +25,7 @@ from ckpt.events import event, get_logger
 from ckpt.flusher.packets import receive
 from ckpt.storage.logfile import open_log
 from ckpt.storage.staging import StagingDir, os_errors
+from ckpt.storage.standard_fds import fill_standard_fds
 from ckpt_proto.v1 import flusher_pb2
 from ckpt_trainer_hooks.arena import Arena
 
@@ -83,6 +84,7 @@ class FlusherProcess:
         self._closing = threading.Event()
         self._ended = threading.Event()
         self._exit_code: int | None = None
+        fill_standard_fds()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         options = ["--staging", str(Path(staging).absolute()), "--run-key", run_key, "--server", server]

@@ -20,6 +20,7 @@ from ckpt.format.keys import run_key
 from ckpt.rpc.access import PeerAccess
 from ckpt.storage.known_nodes import known_nodes, remember_nodes
 from ckpt.storage.staging import StagingDir, default_staging_path
+from ckpt.storage.standard_fds import fill_standard_fds
 from ckpt_trainer_hooks.accumulation import Accumulation, AccumulationPolicy
 from ckpt_trainer_hooks.agree import Agreement
 from ckpt_trainer_hooks.fence import OptimizerFence
@@ -210,6 +211,7 @@ class CheckpointManager(LoopMethods):
             audit_every=audit_interval(audit_every, overlapped=overlapped),
         )
         self._pending_wait_s, self._timeout_s = pending_wait_s, timeout_s
+        fill_standard_fds()
         self._staging = StagingDir(staging_dir or default_staging_path()).ensure()
         self._share_reads = share_reads
         self._server = server or os.environ.get("CKPT_SERVER")
@@ -314,8 +316,9 @@ class CheckpointManager(LoopMethods):
         self._watch.session_known(session)
         self._accumulation.before_restore()
         found: CheckpointId | None = None
+        is_committed = False
         if not start_over:
-            found = Restorer(
+            restorer = Restorer(
                 url=self._config.url,
                 options=self._config.store_options,
                 chosen=chosen,
@@ -327,7 +330,8 @@ class CheckpointManager(LoopMethods):
                 timer=self._watch.timer,
                 share_reads=self._share_reads,
                 required=required,
-            ).restore(str(step))
+            )
+            found, is_committed = restorer.restore(str(step)), restorer.restored_commit
         self._watch.timer.enter("reshard")
         self._accumulation.after_restore(self._state.modules)
         self._watch.check_progress(self._config, found)
@@ -335,6 +339,7 @@ class CheckpointManager(LoopMethods):
             self._agreement,
             self._config,
             found,
+            parent_is_committed=is_committed,
             staging=self._staging,
             hosts_server=session.hosts_server,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.digest import digest_hex
-from ckpt.errors import CkptError, CorruptError, InvalidInputError, RefusedError
+from ckpt.errors import CkptError, CorruptError, InvalidInputError, NotFoundError, RefusedError
 from ckpt.events import event, get_logger
 from ckpt.format.ids import CheckpointId
 from ckpt.format.values import decode_value, encode_value
@@ -42,6 +43,7 @@ __all__ = ["Restorer"]
 
 _log = get_logger("restore")
 _POLL_S = 0.2
+_TRIES = 5  # of restoring the latest while it is pruned again and again
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,16 +77,18 @@ class Restorer:
     timer: RecoveryTimer = field(default_factory=RecoveryTimer)
     share_reads: bool = True
     required: bool = False
+    restored_commit: bool = False  # what restore() returned was committed, not only sealed on nodes
     _tiers: Sequence[Tier] = ()  # of the candidate that is being restored
 
     def restore(self, wanted: str) -> CheckpointId | None:
         """Restore ``wanted`` ("latest", a step or an id) and return it; None where there is nothing.
 
-        "latest" falls back to the checkpoint before it when no good copy is left, on all ranks together;
-        a checkpoint asked for by name fails instead.
+        "latest" falls back to the checkpoint before it when no good copy is left, on all ranks together, and
+        goes on to the newer one when it is pruned meanwhile; a checkpoint asked for by name fails instead.
 
         Raises:
-            NotFoundError: the named checkpoint does not exist; or there is none, and one is required.
+            NotFoundError: the named checkpoint does not exist; or there is none, and one is required; code
+                "pruned": it was pruned meanwhile.
             InvalidInputError: it does not fit the live state; nothing was changed.
             RefusedError: code "other-run": it is another run's; "run-gone": nodes hold steps of this run, and
                 the store knows nothing of it.
@@ -92,22 +96,47 @@ class Restorer:
         """
         with _Opened(self.url, self.options) as store:
             self.ladder.look(store, self.pending_wait_s)
-            for choice in self._candidates(store, wanted):
-                if choice is not None:
-                    try:
-                        self._restore_one(store, choice)
-                    except CorruptError as error:
-                        if wanted != "latest":
-                            raise
-                        event(_log, logging.WARNING, "restore.fallback", damaged=choice.ident, error=error)
-                        continue
-                found = None if choice is None else choice.ident
-                if found is None:
-                    self._explain_nothing(store)
-                if wanted == "latest" and self.agreement.rank == 0:
-                    self._report_losses(store, found)
-                return found
+            for left in range(_TRIES - 1, -1, -1):
+                try:
+                    return self._first_good(store, wanted)
+                except NotFoundError as error:
+                    if error.code != "pruned" or wanted != "latest" or not left:
+                        raise
+                    # Somebody has committed newer ones meanwhile, else it would not have been deleted.
+                    event(_log, logging.WARNING, "restore.pruned", error=error)
+        raise AssertionError("unreachable")
+
+    def _first_good(self, store: Store, wanted: str) -> CheckpointId | None:
+        for choice in self._candidates(store, wanted):
+            if choice is not None:
+                try:
+                    self._restore_one(store, choice)
+                except (CorruptError, NotFoundError) as error:
+                    self._name_pruned(store, choice, error)
+                    if wanted != "latest" or isinstance(error, NotFoundError):
+                        raise
+                    event(_log, logging.WARNING, "restore.fallback", damaged=choice.ident, error=error)
+                    continue
+                self.restored_commit = not choice.is_staged
+            found = None if choice is None else choice.ident
+            if found is None:
+                self._explain_nothing(store)
+            if wanted == "latest" and self.agreement.rank == 0:
+                self._report_losses(store, found)
+            return found
         raise CorruptError("no checkpoint of the run could be restored", code="none-good", url=self.url)
+
+    def _name_pruned(self, store: Store, choice: Choice, error: CkptError) -> None:
+        """Raise NotFoundError, code "pruned", on every rank, where a committed choice is gone by now."""
+
+        def on_rank_0() -> None:
+            with catalog.naming_pruned(store, choice.ident):
+                raise error
+
+        if choice.is_staged:
+            return
+        with contextlib.suppress(CorruptError):
+            self.agreement.decide("pruned", on_rank_0)
 
     def _candidates(self, store: Store, wanted: str) -> Iterator[Choice | None]:
         """What to try, in order; rank 0 chooses, so ranks can never resume from different steps."""

@@ -127,6 +127,7 @@ def claim(
     config: RunConfig,
     parent: CheckpointId | None,
     *,
+    parent_is_committed: bool,
     staging: StagingDir,
     hosts_server: bool,
 ) -> Claim:
@@ -134,6 +135,7 @@ def claim(
     holds of other lives of the run: from here on segments are sealed under the same ids.
 
     Raises:
+        NotFoundError, RefusedError: as :func:`claim_attempt`.
         UnavailableError: the store, or a node's staging directory, cannot be used; on every rank.
     """
 
@@ -145,6 +147,7 @@ def claim(
                 world_size=agreement.world_size,
                 host=socket.gethostname(),
                 clock=SystemClock(),
+                parent_is_committed=parent_is_committed,
             )
             return [number, read_attempt(store, number).run_id]
 
