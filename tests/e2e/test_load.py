@@ -18,7 +18,7 @@ from tests.support.load import Ranks, Usage, restore_all_at_once
 from tests.support.runs import stop_server
 from tests.support.server import Server, eventually
 
-_WARM, _MORE = 4, 8
+_WARM, _MORE = 3, 5
 _CLIENTS = 500
 
 
@@ -42,10 +42,10 @@ def test_64_ranks_and_500_restoring_clients_leave_the_server_as_it_was(tmp_path:
         eventually(lambda: usage().staged <= warm.staged + 8, what="the staging directory does not grow")
         eventually(lambda: usage().objects <= warm.objects + 8, what="the store does not grow")
         saved = usage()
-        took = restore_all_at_once(server.target, url, ident, clients=_CLIENTS, reads=2, processes=4)
+        took = restore_all_at_once(server.target, url, ident, clients=_CLIENTS, reads=1, processes=2)
         assert len(took) == _CLIENTS  # each compared all it got
         restored = usage()
-        took = restore_all_at_once(server.target, url, ident, clients=_CLIENTS, reads=2, processes=4)
+        took = restore_all_at_once(server.target, url, ident, clients=_CLIENTS, reads=1, processes=2)
         assert len(took) == _CLIENTS
         eventually(lambda: usage().descriptors <= restored.descriptors + 4, what="channels are given back")
         again = usage()

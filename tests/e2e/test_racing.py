@@ -34,7 +34,7 @@ from tests.support.sealing import make_world
 from tests.support.server import Server, save
 
 _FIRST, _MOST = 10, 200
-_ROUNDS = 4
+_ROUNDS = 3
 _PINNED = CheckpointId(11, 1)
 _UNFINISHED = CheckpointId(5, 1)
 _HOUR_S = 3600.0
