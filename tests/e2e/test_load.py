@@ -23,6 +23,7 @@ _CLIENTS = 500
 
 
 def test_64_ranks_and_500_restoring_clients_leave_the_server_as_it_was(tmp_path: Path) -> None:
+    """Case I109."""
     (tmp_path / "store").mkdir()
     url = f"file://{tmp_path}/store/run"
     with Server(tmp_path / "staging") as server, Ranks(server, url) as ranks:
@@ -94,6 +95,7 @@ def _processes_of(staging: Path) -> list[int]:
 
 
 def test_a_trainer_that_forks_with_all_up_neither_hangs_nor_hands_its_lines_on(tmp_path: Path) -> None:
+    """Case I121."""
     command, url = _trainer(tmp_path)
     staging = tmp_path / "staging"
     trainer = subprocess.Popen(

@@ -65,6 +65,7 @@ def _racer(
 def test_prunes_sweeps_commits_and_restores_at_once_lose_nothing(
     s3_server: Ministack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Cases I67, I100."""
     url = f"s3://{s3_server.make_bucket()}/run"
     for name, value in s3_server.env.items():
         monkeypatch.setenv(name, value)
@@ -111,7 +112,7 @@ def test_prunes_sweeps_commits_and_restores_at_once_lose_nothing(
 
 
 def test_a_sweep_goes_by_the_clock_of_the_store() -> None:
-    """Objects two hours old by the store's clock go, and younger ones stay, whatever ours is."""
+    """Objects two hours old by the store's clock go, and younger ones stay, whatever ours is (I12, I100)."""
     inner = memory_store()
     claim(inner)
     build_checkpoint(inner, 10, commit=False)
@@ -154,6 +155,7 @@ def elsewhere(place: Place, tmp_path: Path) -> Iterator[Place]:
 def test_a_restore_of_the_latest_goes_on_to_the_one_that_came_meanwhile(
     place: Place, elsewhere: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Case I57."""
     _, states = save_steps(place, [2, 3])
     monkeypatch.setattr("ckpt_trainer_hooks.restore.open_store", lambda *_: _Pruned(open_store(place.url)))
     live = Live.new(seed=5)
@@ -166,6 +168,7 @@ def test_a_restore_of_the_latest_goes_on_to_the_one_that_came_meanwhile(
 def test_a_restore_by_name_says_that_its_checkpoint_was_pruned(
     place: Place, elsewhere: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Case I57."""
     save_steps(place, [2, 3])
     monkeypatch.setattr("ckpt_trainer_hooks.restore.open_store", lambda *_: _Pruned(open_store(place.url)))
     with elsewhere.manager(Live.new()) as manager:
@@ -177,6 +180,7 @@ def test_a_restore_by_name_says_that_its_checkpoint_was_pruned(
 
 
 def test_a_reader_of_the_latest_goes_on_and_one_by_name_is_told(place: Place) -> None:
+    """Case I57."""
     save_steps(place, [2, 3])
     for wanted in ("latest", 2):
         with Repository(place.url) as run:

@@ -242,6 +242,7 @@ def _explore(check: Callable[[Decide], History]) -> None:
 
 @pytest.mark.parametrize("pair", _PAIRS, ids="+".join)
 def test_two_at_a_time(pair: tuple[str, str]) -> None:
+    """Cases I67, I68."""
     _explore(lambda decide: _go(pair, decide))
 
 
@@ -292,6 +293,7 @@ def test_I7_a_start_does_not_resume_from_what_a_prune_takes_under_it() -> None:
 
 
 def test_I2_a_late_commit_that_a_sweep_overtakes_is_undone() -> None:
+    """Case I04."""
     history = _go(
         ["sweep", "commit-15"], Until(("commit-15", "put_new manifests/"), ("sweep", ""), ("commit-15", ""))
     )
