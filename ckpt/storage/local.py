@@ -18,7 +18,7 @@ from ckpt.clock import Clock, SystemClock
 from ckpt.digest import Buffer
 from ckpt.errors import ConflictError, CorruptError, InvalidInputError, NotFoundError, UnavailableError
 from ckpt.storage.base import ObjectInfo
-from ckpt.storage.durable import TEMP_PREFIX, fsync_dir, make_dirs, new_file, os_error
+from ckpt.storage.durable import TEMP_PREFIX, fsync_dir, make_dirs, new_file, os_error, sync_names
 
 __all__ = ["LocalStore"]
 
@@ -85,6 +85,8 @@ class LocalStore:
         try:
             self._write(key, (data,), place)
         except ConflictError as error:
+            with contextlib.suppress(NotFoundError):
+                self.head(key)  # the caller may build on what is there
             raise ConflictError("the object exists", key=key, url=self.url) from error
 
     def put_parts(
@@ -132,6 +134,15 @@ class LocalStore:
         )
 
     def head(self, key: str) -> ObjectInfo:
+        """As the contract says. What it tells of survives a power cut, even where its writer was killed."""
+        info = self._head(key)
+        try:
+            sync_names(self._path(key))
+        except OSError as error:
+            raise self._read_error(error, key) from error
+        return info
+
+    def _head(self, key: str) -> ObjectInfo:
         path = self._path(key)
         try:
             status = path.stat()
@@ -147,17 +158,34 @@ class LocalStore:
         return os_error(error, self._root / key)
 
     def list_keys(self, prefix: str, *, limit: int | None = None) -> Iterator[ObjectInfo]:
-        """Yield as the contract says. Reads names folder by folder; stats only what it yields."""
+        """Yield as the contract says. Reads names folder by folder; stats only what it yields.
+
+        What lies in the folder that the prefix names survives a power cut, as after :meth:`head`.
+        """
         folder, _, start = prefix.rpartition("/")
+        self._settle_names(self._root / folder)
         count = 0
         for key in self._walk(folder + "/" if folder else "", start):
             if limit is not None and count >= limit:
                 return
             try:
-                yield self.head(key)
+                yield self._head(key)
             except NotFoundError:  # deleted since its folder was read: as good as never seen
                 continue
             count += 1
+
+    @staticmethod
+    def _settle_names(folder: Path) -> None:
+        try:
+            sync_names(folder)
+            fsync_dir(folder)
+        except (FileNotFoundError, NotADirectoryError, NotFoundError):
+            return  # nothing is there
+        except UnavailableError as error:
+            if error.code != "denied":  # where we may only read, we have not put it
+                raise
+        except OSError as error:
+            raise os_error(error, folder) from error
 
     def list_dirs(self, prefix: str) -> Iterator[str]:
         return (name[:-1] for name in self._names(prefix, "") if name.endswith("/"))

@@ -129,13 +129,13 @@ def test_a_listing_stats_only_what_it_yields(tmp_path: Path, monkeypatch: pytest
     for number in range(50):
         store.put(f"m/{number:03d}", b"")
     asked: list[str] = []
-    head = LocalStore.head
+    head = LocalStore._head
 
     def counted(self: LocalStore, key: str) -> ObjectInfo:
         asked.append(key)
         return head(self, key)
 
-    monkeypatch.setattr(LocalStore, "head", counted)
+    monkeypatch.setattr(LocalStore, "_head", counted)
     assert [info.key for info in store.list_keys("m/", limit=2)] == ["m/000", "m/001"]
     assert asked == ["m/000", "m/001"]
 
