@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -57,8 +58,7 @@ class Usage:
     def of(cls, pid: int, staging: Path, store: Path) -> Usage:
         proc = Path(f"/proc/{pid}")
         status = dict(line.split(":", 1) for line in (proc / "status").read_text().splitlines())
-        here = [path for path in staging.rglob("*") if path.is_file()]
-        there = [path for path in store.rglob("*") if path.is_file()]
+        here, there = _files(staging), _files(store)
         return cls(
             rss_kib=int(status["VmRSS"].split()[0]),
             threads=int(status["Threads"]),
@@ -67,6 +67,11 @@ class Usage:
             temporary=sum(_is_temporary(path) for path in [*here, *there]),
             objects=len(there),
         )
+
+
+def _files(root: Path) -> list[Path]:
+    """Files below ``root``; folders that go meanwhile are passed over."""
+    return [Path(folder, name) for folder, _, names in os.walk(root) for name in names]
 
 
 def _is_temporary(path: Path) -> bool:
