@@ -6,7 +6,7 @@ start finishes everything and leaves no debris.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 
@@ -99,10 +99,11 @@ def changes_of_a_life() -> int:
     "latest whole and not older than the last commit; the next start finishes, and leaves no debris",
 )
 @pytest.mark.parametrize("takes_effect", [False, True])
-def test_death_at_every_change_of_the_store(takes_effect: bool) -> None:
+def test_death_at_every_change_of_the_store(takes_effect: bool, tried: Callable[[int], None]) -> None:
     """Case I01."""
     total = changes_of_a_life()
     assert total > 25
+    tried(total)
     for at in range(1, total + 1):
         inner = memory_store()
         done: list[int] = []
