@@ -108,6 +108,7 @@ class SavePipeline:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="ckpt-capture")
         self._prefault: Future[Arena] | None = None
         self._prefault_nbytes = 0  # what was asked for
+        self._bound_ahead: Future[Binding] | None = None  # to the arena of _prefault
         self.retake_wanted = False
         self._flusher = self._start_flusher()
 
@@ -124,8 +125,10 @@ class SavePipeline:
             return
         if self._prefault is None or self._prefault_nbytes < needed:
             # A fresh run asks twice: at restore, and when the optimizer has made its state.
-            self._prefault = self._threads.submit(_make_arena, needed, instead_of=self._prefault)
+            self._bound_ahead = None  # it holds the arena that is released next
+            arena = self._prefault = self._threads.submit(_make_arena, needed, instead_of=self._prefault)
             self._prefault_nbytes = needed
+            self._bound_ahead = self._threads.submit(lambda: Binding(plan, arena.result()))
 
     @collector_paused()  # once around all of its steps, so that it catches up once
     def save(
@@ -245,7 +248,7 @@ class SavePipeline:
             handle.fail_upload(closed)
             handle.fail_peer(closed)
         self._give_up_replicas(keep=0)
-        self._binding = None
+        self._binding = self._bound_ahead = None
         arenas = [self._arena] if self._arena is not None else []
         if self._prefault is not None and self._prefault.exception() is None:
             arenas.append(self._prefault.result())
@@ -293,7 +296,7 @@ class SavePipeline:
         if revive or arena is not self._arena or self._unannounced is not None:
             self._announce(arena)
         if self._binding is None or self._binding.plan is not plan or self._binding.arena is not arena:
-            self._binding = Binding(plan, arena)
+            self._binding = self._take_bound_ahead(plan, arena) or Binding(plan, arena)
         if self._arena is not None and arena is not self._arena:
             _release(self._arena)
         self._arena = arena
@@ -307,12 +310,21 @@ class SavePipeline:
         except UnavailableError as error:
             self._unannounced = error
 
+    def _take_bound_ahead(self, plan: SnapshotPlan | None, arena: Arena) -> Binding | None:
+        """The binding that was made in the background, if it is one of these; it is kept no longer."""
+        ahead, self._bound_ahead = self._bound_ahead, None
+        if ahead is None or ahead.exception() is not None:
+            return None
+        binding = ahead.result()
+        return binding if binding.plan is plan and binding.arena is arena else None
+
     def _arena_for(self, exact: int, comfortable: int) -> Arena:
         if self._prefault is not None:
             prefault, self._prefault = self._prefault, None  # first, so that a failure is not for ever
             made = prefault.result()
             if made.nbytes >= exact:
                 return made
+            self._take_bound_ahead(None, made)
             _release(made)
         if self._arena is not None and self._arena.nbytes >= exact:
             return self._arena
