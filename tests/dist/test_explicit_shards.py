@@ -1,4 +1,5 @@
-"""Jagged shards: saved in one cut, restored in another, on other numbers of ranks; gaps are named (I45, I46)."""
+"""Jagged shards: saved in one cut, restored in another, on other numbers of ranks; gaps are named (I45,
+I46)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which run this is, and whether there is one, is settled by rank 0 for all ranks: two nodes, a rank on each."""
+"""Which run this is, and whether there is one, rank 0 settles for all ranks: two nodes, a rank on each."""
 
 from __future__ import annotations
 

@@ -152,7 +152,11 @@ def _bits(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Bits:
 
 
 def run(
-    cluster: Cluster, world: int, kind: str = "fsdp2", saves: tuple[int, ...] = (), committed: tuple[int, ...] = ()
+    cluster: Cluster,
+    world: int,
+    kind: str = "fsdp2",
+    saves: tuple[int, ...] = (),
+    committed: tuple[int, ...] = (),
 ) -> list[Told]:
     """One start of the run."""
     return run_ranks(world, _run, cluster.root, kind, list(saves), list(committed))

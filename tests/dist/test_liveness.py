@@ -1,4 +1,4 @@
-"""Real ranks that are stopped, hang, deadlock or are slow: the right one is named, with its stack, and soon."""
+"""Real ranks that are stopped, hang, deadlock or are slow: the right one is named, with its stack, soon."""
 
 from __future__ import annotations
 
@@ -158,7 +158,12 @@ def calm(job: Job) -> Iterator[Job]:
     job.await_healthy()
 
 
-@pytest.mark.fault("Hangs and stops", "one rank of four stopped in a collective", "SIGSTOP", "named within 5 s; ranks that wait for it are not")
+@pytest.mark.fault(
+    "Hangs and stops",
+    "one rank of four stopped in a collective",
+    "SIGSTOP",
+    "named within 5 s; ranks that wait for it are not",
+)
 def test_stopped_rank_is_named_in_under_five_seconds_and_those_that_wait_are_not(calm: Job) -> None:
     os.kill(calm.pid(1), signal.SIGSTOP)
 
@@ -179,7 +184,9 @@ def test_stopped_rank_is_named_in_under_five_seconds_and_those_that_wait_are_not
     poll(lambda: "rank.recovered was=hung" in calm.server_log(), what="the log says so")
 
 
-@pytest.mark.fault("Hangs and stops", "one rank stuck outside of collectives", "the rank sleeps", "named with its stack")
+@pytest.mark.fault(
+    "Hangs and stops", "one rank stuck outside of collectives", "the rank sleeps", "named with its stack"
+)
 def test_rank_stuck_outside_collectives_is_named_with_its_stack(calm: Job) -> None:
     calm.touch("stuck-2")
 
@@ -195,7 +202,9 @@ def test_rank_stuck_outside_collectives_is_named_with_its_stack(calm: Job) -> No
     assert "in wait_for_a_file_server" in shown
 
 
-@pytest.mark.fault("Hangs and stops", "a slow rank", "the rank sleeps in each step", "named with the phase it is slow in")
+@pytest.mark.fault(
+    "Hangs and stops", "a slow rank", "the rank sleeps in each step", "named with the phase it is slow in"
+)
 def test_straggler_is_named_by_its_phase(calm: Job) -> None:
     calm.touch("slow-1")
 

@@ -65,7 +65,7 @@ def step_once(manager: CheckpointManager, model: Any, optimizer: Any, iteration:
 
 
 def die(rank: int, world: int, root: Path, seen: Path) -> None:
-    """Train 5 steps of which 3 are committed, then be killed; what is waited for in between counts as data."""
+    """Train 5 steps of which 3 are committed, then be killed; waits in between count as data."""
     manager, model, optimizer = manager_of(root)
     start = manager.restore()
     took, waited = [], 0.0
@@ -83,9 +83,11 @@ def die(rank: int, world: int, root: Path, seen: Path) -> None:
         number = f"a{manager.attempt:06d}.*.json"
         lives = root / "staging" / "runs"
         poll(
-            lambda: {f'"step": {start + REACHED}' in p.read_text() for p in lives.glob(f"*/lives/{number}")}
-            == {True}
-            and len(list(lives.glob(f"*/lives/{number}"))) == world,
+            lambda: (
+                {f'"step": {start + REACHED}' in p.read_text() for p in lives.glob(f"*/lives/{number}")}
+                == {True}
+                and len(list(lives.glob(f"*/lives/{number}"))) == world
+            ),
             what="the flushers have seen all ranks' last step",
         )
         barrier()
@@ -150,7 +152,7 @@ def test_ledger_books_every_second_of_a_run_with_kills(root: Path) -> None:
     run_ranks(WORLD, die, root, root / "died-2", may_die=frozenset(range(WORLD)))
     back = run_ranks(WORLD, come_back, root)
     found = cli.json("goodput", url_of(root))
-    first, second, third, fourth = found["starts"]
+    first, _, third, fourth = found["starts"]
     assert [row["cause"] for row in found["starts"]] == ["start", "crash", "stop", "crash"]
     assert [row["from_step"] for row in found["starts"]] == [0, SAVED, SAVED, 2 * SAVED]
     assert [row["steps"] for row in found["starts"]] == [REACHED, 1, REACHED, 1]
@@ -179,7 +181,9 @@ def test_ledger_books_every_second_of_a_run_with_kills(root: Path) -> None:
 
     # The server has put it into the store: it can be seen from anywhere, and the end of each start is known.
     far = Cli(root / "nowhere")
-    poll(lambda: len(list((root / "store" / "run" / "ledger").glob("*/node-*.json"))) == 4, what="all is there")
+    poll(
+        lambda: len(list((root / "store" / "run" / "ledger").glob("*/node-*.json"))) == 4, what="all is there"
+    )
     poll(lambda: not far.json("goodput", url_of(root))["starts"][-1]["is_running"], what="the end is known")
     again = far.json("goodput", url_of(root))
     assert again["seconds"] == pytest.approx(found["seconds"], abs=0.5)

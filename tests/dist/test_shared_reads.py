@@ -82,7 +82,14 @@ def _save(rank: int, world: int, url: str, endpoint: str, root: Path, kind: str)
 
 
 def _restore(
-    rank: int, world: int, url: str, endpoint: str, root: Path, kind: str, share: bool = True, dies: bool = False
+    rank: int,
+    world: int,
+    url: str,
+    endpoint: str,
+    root: Path,
+    kind: str,
+    share: bool = True,
+    dies: bool = False,
 ) -> str:
     model = _build(kind, world)
     with torch.no_grad():
@@ -101,7 +108,9 @@ def _restore(
         sharing_module._Part._complete = die_at_once  # type: ignore[assignment]
     try:
         manager.restore()
-        assert_same_bits(full_state(model, torch.optim.SGD(model.parameters(), lr=0.1)), torch.load(root / "expected.pt"))
+        assert_same_bits(
+            full_state(model, torch.optim.SGD(model.parameters(), lr=0.1)), torch.load(root / "expected.pt")
+        )
     except CkptError as error:
         if isinstance(error, CorruptError):
             return error.code
@@ -119,7 +128,12 @@ def _data_nbytes(proxy: FaultProxy) -> int:
 
 class _Saved:
     def __init__(self, server: Ministack, proxy: FaultProxy, root: Path, kind: str, world: int) -> None:
-        self.url, self.root, self.proxy, self.env = f"s3://{server.make_bucket()}/run", root, proxy, server.env
+        self.url, self.root, self.proxy, self.env = (
+            f"s3://{server.make_bucket()}/run",
+            root,
+            proxy,
+            server.env,
+        )
         run_ranks(world, _save, self.url, server.endpoint, root, kind, env=self.env)
         staged = (root / "staging-save").rglob("segment-*.safetensors")
         self.nbytes = sum(path.stat().st_size for path in staged)
@@ -132,9 +146,7 @@ class _Saved:
         )
 
 
-@pytest.mark.parametrize(
-    ("saved", "restored"), [(("ddp", 4), ("ddp", 4)), (("fsdp", 2), ("hsdp", 4))]
-)
+@pytest.mark.parametrize(("saved", "restored"), [(("ddp", 4), ("ddp", 4)), (("fsdp", 2), ("hsdp", 4))])
 def test_bytes_from_the_store_are_those_of_the_checkpoint(
     server: Ministack, proxy: FaultProxy, root: Path, saved: tuple[str, int], restored: tuple[str, int]
 ) -> None:
@@ -158,7 +170,9 @@ def test_damage_and_death_end_the_same_on_every_rank(
     assert all(text for text in told[:3]), told
     assert all("rank" in text for text in told[:3]), told
     end_node(root / "staging-new")
-    proxy.fault = lambda method, path: 404 if method == "GET" and "/data/" in path and "segment-00002" in path else None
+    proxy.fault = lambda method, path: (
+        404 if method == "GET" and "/data/" in path and "segment-00002" in path else None
+    )
     assert run.restore(4, "ddp") == ["none-good"] * 4
 
 

@@ -1,4 +1,4 @@
-"""Signals and notice files stop all ranks at one step, saved; exit code and reason file say what was achieved."""
+"""Signals and notice files stop all ranks at one step, saved; exit code and reason file say how it went."""
 
 from __future__ import annotations
 
@@ -131,9 +131,7 @@ def committed(root: Path, run: str) -> int | None:
         store.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "cause"), [("one", "SIGTERM"), ("all", "SIGUSR1"), ("notice", "notice")]
-)
+@pytest.mark.parametrize(("name", "cause"), [("one", "SIGTERM"), ("all", "SIGUSR1"), ("notice", "notice")])
 def test_all_ranks_save_the_same_step_commit_it_and_leave_with_75(
     stopped: list[dict[str, Sketch]], root: Path, name: str, cause: str
 ) -> None:
@@ -214,7 +212,7 @@ def test_what_is_sealed_and_replicated_is_told_apart_and_is_code_75(root: Path) 
 
 
 def stop_beside_a_stopped_rank(rank: int, world: int, root: Path) -> None:
-    manager, model, optimizer = make(root, "absent", mode="blocking", grace_s=60.0)
+    manager, *_ = make(root, "absent", mode="blocking", grace_s=60.0)
     start = manager.restore()
     manager.save(start + 1).upload_completion.result(60)
     (root / f"absent-{rank}").write_text(str(os.getpid()))
