@@ -82,7 +82,7 @@ def declare(item: pytest.Item) -> None:
 
 
 def _text(value: object, name: str) -> object:
-    return value if isinstance(value, str | int | float) else name
+    return value if isinstance(value, str | int | float) and not isinstance(value, bool) else name
 
 
 def set_times(item: pytest.Item, times: int) -> None:
