@@ -17,6 +17,7 @@ from ckpt.ops.verify import verify_deep
 from ckpt.storage.open import open_store
 from ckpt_trainer_hooks import CheckpointManager
 from tests.support.bits import assert_same_bits
+from tests.support.chain import end_node
 from tests.support.models import build, full_state, train
 from tests.support.ranks import run_ranks
 from tests.support.server import Server
@@ -52,6 +53,7 @@ def _walk_the_chain(tmp_path: Path, url: str, env: dict[str, str], monkeypatch: 
         monkeypatch.setenv(name, value)
     staging, reference = tmp_path / "node-a", tmp_path / "reference.pt"
     run_ranks(2, _save, url, staging, reference, env=env)
+    end_node(staging)  # its server is still tidying up
     shutil.rmtree(staging / "runs")  # the node's NVMe is lost
     run_ranks(2, _restore, url, tmp_path / "node-b", reference, "tp", env=env)
     run_ranks(1, _restore, url, tmp_path / "node-c", reference, "single", env=env)

@@ -50,9 +50,12 @@ def node_lost(root: Path) -> Report:
 def gpu_lost(root: Path) -> Report:
     """The ranks of a node are gone, its host lives; another node takes over."""
     report = Report("GPU lost, host alive: bytes read by the restart", BYTES)
-    step = CheckpointId(4, 1)
+    step = CheckpointId(4, 2)
     with open_job(root) as job:
         job.boot("a", "b")
+        job.run(
+            "ab", until=2, saves=(2,), wait="upload"
+        )  # else the store would be too broken to begin a run in
         with job.store_without_uploads():
             job.run("ab", until=4, saves=(4,), wait="local")
             first = job.run("ab")

@@ -12,9 +12,8 @@ from ckpt.ops.attempts import claim_attempt
 from ckpt.ops.ledger import _spent, ledger_to_publish, load_ledger, put_ledger
 from ckpt.plan.goodput import CLASSES, Ledger, Start, account
 from ckpt.storage.lives import Life, sweep_lives, write_life
-from ckpt.storage.memory import MemoryStore
 from ckpt.storage.staging import StagingDir
-from tests.support.builders import FakeClock
+from tests.support.builders import FakeClock, memory_store
 
 RUN = "run-1"
 LIFE = Life(
@@ -171,7 +170,7 @@ def note(
 
 
 def test_a_node_puts_what_has_ended_once_and_the_rest_every_five_minutes(staging: StagingDir) -> None:
-    clock, store = FakeClock(1000.0), MemoryStore("memory://run")
+    clock, store = FakeClock(1000.0), memory_store()
 
     def put() -> list[tuple[int, int]]:
         lives = ledger_to_publish(staging, RUN, clock)

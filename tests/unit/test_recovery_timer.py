@@ -8,9 +8,9 @@ from ckpt.errors import CorruptError, NotFoundError
 from ckpt.ops.ends import Ends, ends_of, summary_of
 from ckpt.ops.recovery import RankRecovery, load_recovery, summarize
 from ckpt.storage.lives import Life
-from ckpt.storage.memory import MemoryStore
 from ckpt_proto.v1 import common_pb2
 from ckpt_trainer_hooks.recovery_timer import RecoveryTimer
+from tests.support.builders import memory_store
 
 GROUP = common_pb2.NodeGroup(index=0, count=1, ranks=[0])
 
@@ -167,7 +167,7 @@ def test_summary_has_maximum_spread_and_the_critical_rank() -> None:
 
 
 def test_damaged_record_in_the_store_is_an_error_and_foreign_keys_are_none() -> None:
-    store = MemoryStore("memory://run")
+    store = memory_store()
     store.put("recovery/notes.txt", b"")
     with pytest.raises(NotFoundError):
         load_recovery(store)
