@@ -27,6 +27,7 @@ from tests.support.ranks import run_ranks
 from tests.support.s3 import Ministack
 
 _WIDTH = 1500  # 26 MiB in all: more chunks than ranks
+_WIDE = 2600  # 77 MiB in all: on two ranks, each owns more chunks than it reads ahead
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,8 @@ def root(tmp_path: Path) -> Iterator[Path]:
 
 def _build(kind: str, world: int) -> nn.Module:
     torch.manual_seed(7)
-    model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(3)))
+    width = _WIDE if kind == "ddp, wide" else _WIDTH
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
     if kind == "hsdp":
         fully_shard(model, mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "shard")))
     elif kind == "fsdp":
@@ -146,7 +148,10 @@ class _Saved:
         )
 
 
-@pytest.mark.parametrize(("saved", "restored"), [(("ddp", 4), ("ddp", 4)), (("fsdp", 2), ("hsdp", 4))])
+@pytest.mark.parametrize(
+    ("saved", "restored"),
+    [(("ddp", 4), ("ddp", 4)), (("fsdp", 2), ("hsdp", 4)), (("ddp, wide", 2), ("ddp, wide", 2))],
+)
 def test_bytes_from_the_store_are_those_of_the_checkpoint(
     server: Ministack, proxy: FaultProxy, root: Path, saved: tuple[str, int], restored: tuple[str, int]
 ) -> None:

@@ -10,6 +10,7 @@ in a circle.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -144,7 +145,7 @@ class _Part:
     def _read_ahead(
         self, owned: Iterator[Transfer], ahead: dict[Key, Future[torch.Tensor]], count: int
     ) -> None:
-        for item, _ in zip(owned, range(count), strict=False):
+        for item in itertools.islice(owned, count):
             ahead[item.key] = self.pool.submit(self._read, self.by_key[item.key])
 
     def _read(self, read: ChunkRead) -> torch.Tensor:
