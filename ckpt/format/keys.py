@@ -22,6 +22,7 @@ __all__ = [
     "LAYOUTS",
     "MANIFESTS",
     "PINS",
+    "PROBE",
     "attempt_key",
     "borrows_key",
     "checkpoint_of_data_key",
@@ -64,6 +65,7 @@ DATA = "data/"
 INDEX = "index/"
 LAYOUTS = "layouts/"
 PINS = "pins/"
+PROBE = "probe/"
 
 _MANIFEST = re.compile(r"manifests/\d{18}\.(\d{12}\.a\d{6})\.pb", re.ASCII)
 _ATTEMPT = re.compile(r"attempts/\d{6}\.(\d{6})\.json", re.ASCII)

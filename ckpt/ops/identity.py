@@ -14,7 +14,7 @@ from itertools import islice
 
 from ckpt.errors import CorruptError, NotFoundError, RefusedError
 from ckpt.format.ids import CheckpointId, same_run, split_run_url
-from ckpt.format.keys import ATTEMPTS, DATA, INDEX, LAYOUTS, MANIFESTS, PINS
+from ckpt.format.keys import ATTEMPTS, DATA, INDEX, LAYOUTS, MANIFESTS, PINS, PROBE
 from ckpt.ops.attempts import read_attempt, read_run_id
 from ckpt.ops.catalog import is_run
 from ckpt.storage.base import Store
@@ -28,7 +28,7 @@ OTHER_RUN = "other-run"
 _LISTED = 1000  # names beside or below a URL that are looked at: a page of a listing
 _SHOWN = 5
 _OWN_FOLDERS = frozenset(
-    prefix.rstrip("/") for prefix in (ATTEMPTS, MANIFESTS, DATA, INDEX, LAYOUTS, PINS, "probe/", "recovery/")
+    prefix.rstrip("/") for prefix in (ATTEMPTS, MANIFESTS, DATA, INDEX, LAYOUTS, PINS, PROBE, "recovery/")
 )
 
 

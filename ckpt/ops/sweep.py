@@ -13,15 +13,18 @@ from ckpt.format.ids import CheckpointId
 from ckpt.format.keys import (
     DATA,
     INDEX,
+    PINS,
+    PROBE,
     checkpoint_of_data_key,
     checkpoint_of_index_key,
     manifest_key,
     own_object_key,
+    parse_temporary_pin_key,
     segment_of_data_key,
 )
 from ckpt.ops.attempts import newest_attempt
 from ckpt.ops.catalog import awaited_parents, exists, list_checkpoints, read_manifest
-from ckpt.ops.condemn import Condemned
+from ckpt.ops.condemn import STALE_S, Condemned
 from ckpt.ops.groups import list_groups, read_group_headers
 from ckpt.ops.references import Manifests, look_at_unpublished
 from ckpt.storage.base import HasUploads, ObjectInfo, Store
@@ -56,7 +59,8 @@ def sweep(
     store: Store, *, older_than_s: float, dry_run: bool = False, clock: Clock | None = None
 ) -> Iterator[Swept]:
     """Delete group indexes and segments that no checkpoint needs; yield whose they were, oldest first.
-    Then what lies beside the objects of a committed checkpoint (:class:`_Strays`).
+    Then what lies beside the objects of a committed checkpoint (:class:`_Strays`), and what the dead held for
+    a moment (:func:`_sweep_passing`).
 
     Left by saves that never committed and by prunes that were cut short. An object goes only if its
     checkpoint has no manifest, neither a manifest nor an upload under way refers to it, all objects of that
@@ -97,6 +101,7 @@ def sweep(
     if orphans:  # else the manifests need not be read
         yield from _sweep_orphans(store, orphans, touched, older_than=now - older_than_s, dry_run=dry_run)
     yield from strays.sweep(dry_run=dry_run)
+    yield from _sweep_passing(store, older_than=now - max(older_than_s, STALE_S), dry_run=dry_run)
 
 
 def _sweep_orphans(
@@ -193,6 +198,25 @@ class _Strays:
             yield Swept(ident=ident, objects=len(keys))
 
 
+def _sweep_passing(store: Store, *, older_than: float, dry_run: bool) -> Iterator[Swept]:
+    """Delete the temporary pins and probes of processes that died before they did. Such pins count no more;
+    probes belong to no checkpoint and are empty, so they are not told.
+    """
+    pins: dict[CheckpointId, list[str]] = {}
+    for info in store.list_keys(PINS):
+        ident = parse_temporary_pin_key(info.key)
+        if ident is not None and info.modified_at < older_than:
+            pins.setdefault(ident, []).append(info.key)
+    for ident, keys in sorted(pins.items()):
+        if not dry_run:
+            store.delete(keys)
+            event(_log, logging.INFO, "sweep.pins", checkpoint=ident, objects=len(keys))
+        yield Swept(ident=ident, objects=len(keys))
+    probes = [info.key for info in store.list_keys(PROBE) if info.modified_at < older_than]
+    if probes and not dry_run:
+        store.delete(probes)
+
+
 def sweep_uploads(
     store: Store, *, older_than_s: float, dry_run: bool = False, clock: Clock | None = None
 ) -> int | None:
@@ -212,7 +236,7 @@ def _now(store: Store, clock: Clock | None, *, dry_run: bool) -> float:
     """A clock that is an hour ahead must not take what an upload has just written."""
     if clock is not None or dry_run:
         return (clock or SystemClock()).now()
-    key = f"probe/{random_bytes(12).hex()}"
+    key = f"{PROBE}{random_bytes(12).hex()}"
     store.put(key, b"")
     try:
         return store.head(key).modified_at

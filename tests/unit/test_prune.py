@@ -9,15 +9,20 @@ import pytest
 from ckpt.errors import CorruptError, InvalidInputError, NotFoundError, RefusedError, UnavailableError
 from ckpt.format.ids import CheckpointId
 from ckpt.format.keys import (
+    PINS,
+    PROBE,
     group_key,
     held_key,
     index_prefix,
     layout_key,
     manifest_key,
+    pin_key,
     segment_key,
+    temporary_pin_key,
 )
 from ckpt.ops.catalog import exists, latest, list_checkpoints, load_checkpoint
 from ckpt.ops.commit import CommitState, try_commit
+from ckpt.ops.condemn import STALE_S
 from ckpt.ops.pins import is_pinned, list_pins, pin, unpin
 from ckpt.ops.prune import execute_prune, plan_deletion, plan_retention
 from ckpt.ops.verify import verify_deep
@@ -320,7 +325,25 @@ def test_a_sweep_that_finds_nothing_reads_no_manifest() -> None:
         store.reset()
         assert swept(store, older_than_s=0, clock=FakeClock(4e9)) == 0
         requests.append(store.total)
-    assert requests == [3, 3]  # manifests, index, data: a page each
+    assert requests == [5, 5]  # manifests, index, data, pins, probes: a page each
+
+
+def test_what_the_dead_held_for_a_moment_protects_for_an_hour_and_is_then_swept() -> None:
+    store = filled(10, 20)
+    left = temporary_pin_key(ident(10), "0123456789abcdef")
+    store.put(left, b"")
+    store.put(f"{PROBE}0123", b"")
+    pin(store, ident(20))
+    put_at = store.head(left).modified_at
+    assert prune(store, keep_last=1) == 0
+    hour, young = FakeClock(put_at + STALE_S + 60), FakeClock(put_at + STALE_S - 60)
+    assert swept(store, older_than_s=0, clock=young) == 0  # whoever holds it may live, whatever the grace
+    assert swept(store, older_than_s=0, dry_run=True, clock=hour) == 1
+    assert left in keys_of(store, ident(10))
+    assert swept(store, older_than_s=0, clock=hour) == 1
+    assert [info.key for prefix in (PINS, PROBE) for info in store.list_keys(prefix)] == [pin_key(ident(20))]
+    assert prune(store, keep_last=1) > 0
+    assert steps(store) == [20]
 
 
 def test_a_damaged_checkpoint_can_itself_be_deleted() -> None:
