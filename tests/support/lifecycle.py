@@ -2,7 +2,8 @@
 
 Start, seal (the flusher's code), replicate, upload, publish, commit, retain, prune, adopt, pin, sweep: with
 the code of flusher and server, one thing after the other, so that a death or a power cut can be put at an
-exact place. Three steps are committed by the node, a fourth is left to the node that holds its replica.
+exact place. Three steps are committed by the node; a fourth, after a restart, is left to the node that holds
+its replica.
 
 ``python -m tests.support.lifecycle ROOT`` leads one life and prints what it has been promised;
 ``python -m tests.support.lifecycle ROOT N`` one that dies at its N-th boundary, and then another.
@@ -17,8 +18,11 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from ckpt.clock import SystemClock
 from ckpt.digest import digest
+from ckpt.errors import CorruptError
 from ckpt.flusher.write import seal_segment, sweep_debris
 from ckpt.format import keys
 from ckpt.format.ids import CheckpointId
@@ -26,9 +30,10 @@ from ckpt.format.peer import PeerNode
 from ckpt.ops.attempts import claim_attempt
 from ckpt.ops.catalog import exists, latest, list_checkpoints, load_checkpoint
 from ckpt.ops.commit import CommitState, try_commit
+from ckpt.ops.condemn import Condemned
 from ckpt.ops.fetch import fetch_tensor
 from ckpt.ops.pins import list_pins, pin, unpin
-from ckpt.ops.sweep import sweep, sweep_uploads
+from ckpt.ops.sweep import GRACE_LEAST_S, sweep, sweep_uploads
 from ckpt.ops.verify import verify_deep
 from ckpt.rpc.access import PeerAccess
 from ckpt.storage.base import Store
@@ -88,6 +93,7 @@ class Life:
         self.key = keys.run_key(self.url)
         self.config = RunConfig(url=self.url, keep_local=1, keep_last=1)
         self.node, self.peer = StagingDir(root / "node"), StagingDir(root / "peer")
+        self.late = StagingDir(root / "late")
         self.replicas = ReplicaDir(self.peer)
         self._said = said
 
@@ -102,7 +108,6 @@ class Life:
         self.replicas.files.write_run_config(self.key, self.config)
         self.run = Run(self.key, self.config, opener=open_store, workers=1, clock=clock)
         self.store = self.run.store
-        self.uploader = Uploader(self.node, part_nbytes=1 << 20, concurrency=1, encoders=1)
         self.receiver = Receiver(self.replicas.files)
         settings = Settings(staging=self.peer.path, scan_interval_s=0.05)
         adopter = Adopter(self.replicas, settings, clock)
@@ -131,17 +136,18 @@ class Life:
             if step > done:
                 self._save(CheckpointId(step, attempt))
         if done < LAST:
+            parent = latest(self.store)
+            attempt = claim_attempt(
+                self.store, parent=parent, world_size=1, host="node", clock=LATE, parent_is_committed=True
+            )
             self._lose(CheckpointId(LAST, attempt), adopter)
 
     def _save(self, ident: CheckpointId) -> None:
         """A step that this node commits."""
-        self._seal(ident)
+        self._seal(self.node, ident)
+        self._said("sealed", ident)
         self._replicate(ident)
-        segment = Segment(run_key=self.key, ident=ident, rank=0)
-        self.uploader.upload(
-            self.store, segment, lending=self.run.lending, compression=self.run.compression, wanted="off"
-        )
-        publish_group(self.store, self.node, self.key, ident, snapshot_of(ident).index.group)
+        self._upload(self.node, ident)
         assert try_commit(self.store, ident, clock=FakeClock()).state is not CommitState.WAITING
         self._said("committed", ident)
         self.node.mark_committed(self.key, ident)
@@ -153,11 +159,19 @@ class Life:
         retain_remote(self.run)
         self._drop_replicas(but=ident)
 
-    def _seal(self, ident: CheckpointId) -> None:
+    def _seal(self, place: StagingDir, ident: CheckpointId) -> None:
         snapshot = snapshot_of(ident)
         with snapshot.new_arena() as arena:
-            seal_segment(self.node, self.key, snapshot.into(arena), arena.view, threads=1)
-        self._said("sealed", ident)
+            seal_segment(place, self.key, snapshot.into(arena), arena.view, threads=1)
+
+    def _upload(self, place: StagingDir, ident: CheckpointId) -> None:
+        """All that a commit needs."""
+        uploader = Uploader(place, part_nbytes=1 << 20, concurrency=1, encoders=1)
+        segment = Segment(run_key=self.key, ident=ident, rank=0)
+        uploader.upload(
+            self.store, segment, lending=self.run.lending, compression=self.run.compression, wanted="off"
+        )
+        publish_group(self.store, place, self.key, ident, snapshot_of(ident).index.group)
 
     def _replicate(self, ident: CheckpointId) -> None:
         """What ReplicaService does with an offer and the stream after it."""
@@ -174,7 +188,8 @@ class Life:
 
     def _lose(self, ident: CheckpointId, adopter: Adopter) -> None:
         """A step that the other node commits, because this one is gone after it has sent its replica."""
-        self._seal(ident)
+        self._seal(self.node, ident)
+        self._said("sealed", ident)
         self._replicate(ident)
         (unit,) = [unit for unit in self.replicas.units(self.key) if unit.ident == ident]
         adopter.adopt(self.key, unit, reason="the test says so")
@@ -196,23 +211,40 @@ class Life:
             if exists(self.store, ident):  # another node has committed it meanwhile
                 self.node.mark_committed(self.key, ident)
         self._litter(CheckpointId(5, 1))
+        self._commit_late(CheckpointId(6, 1))
         self.keeper.make_room()
         sweep_debris(self.node, self.key)
         retain_local(self.node, self.run, StepTable(), now=LATE.now(), grace_s=1.0, free_nbytes=1 << 40)
         drop_spares(self.node, self.key)
+        list(sweep(self.store, older_than_s=0.0, clock=LATE))  # pins that the dead held for a moment, too
         retain_remote(self.run)
-        list(sweep(self.store, older_than_s=0.0, clock=LATE))
+        list(sweep(self.store, older_than_s=0.0, clock=LATE))  # objects that only what has just gone needed
+        assert list(sweep(self.store, older_than_s=GRACE_LEAST_S)) == []  # by the store's own clock
         sweep_uploads(self.store, older_than_s=0.0, clock=LATE)
-        for place in (self.node, self.peer, self.replicas.files):
+        for place in (self.node, self.peer, self.late, self.replicas.files):
             sweep_leftovers(place, before=LATE.now())
 
+    def _commit_late(self, ident: CheckpointId) -> None:
+        """A node was held up after its upload until others were ahead; a sweep has condemned it, and died."""
+        self.late.remove_checkpoint(self.key, ident)  # what a life before this one came to
+        self._seal(self.late, ident)
+        self._upload(self.late, ident)
+        Condemned(self.store, [ident])
+        if not exists(self.store, ident):  # a life that died before it undid the commit
+            with pytest.raises(CorruptError, match="overtaken"):
+                try_commit(self.store, ident, clock=FakeClock())
+            assert not exists(self.store, ident)
+        self.late.remove_checkpoint(self.key, ident)
+
     def _litter(self, ident: CheckpointId) -> None:
-        """What a save leaves that died in mid-write and one that died in mid-upload."""
+        """What a save leaves that died in mid-write, one that died in mid-upload, a pin and a probe."""
         folder = self.node.make_checkpoint_dir(self.key, ident)
         (folder / "segment-00000.safetensors.tmp").write_bytes(b"half")
         (self.node.path / f"{TEMP_PREFIX}4567").write_bytes(b"half")
         key = keys.segment_key(ident, 0)
         self.store.put(key, b"whole, and never committed")
+        self.store.put(keys.temporary_pin_key(CheckpointId(30, 1), "0123456789abcdef"), b"")
+        self.store.put(f"{keys.PROBE}0123", b"")
         (Path(self.url.removeprefix("file://")) / key).with_name(f"{TEMP_PREFIX}0123").write_bytes(b"half")
 
 
@@ -277,6 +309,7 @@ def check_clean(root: Path) -> None:
     data = {keys.checkpoint_of_data_key(info.key) for info in store.list_keys("data/")}
     index = {keys.checkpoint_of_index_key(info.key) for info in store.list_keys("index/")}
     assert data | index == {newest}
+    assert [info.key for prefix in (keys.PINS, keys.PROBE) for info in store.list_keys(prefix)] == []
     left = [str(path.relative_to(root)) for path in root.rglob("*") if _is_debris(path)]
     assert left == []
 
