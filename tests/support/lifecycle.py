@@ -121,6 +121,7 @@ class Life:
     def _steps(self, adopter: Adopter) -> None:
         for ident in sorted(self.node.sealed_checkpoints(self.key)):  # as a server finds them at its start
             if exists(self.store, ident):
+                self.node.mark_committed(self.key, ident)
                 continue
             if ident.step < LAST:
                 self._save(ident)
