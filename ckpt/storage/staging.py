@@ -34,7 +34,10 @@ from ckpt.storage.durable import TEMP_PREFIX, fsync_dir, make_dirs, os_error, sy
 from ckpt.storage.own_file import check_own_directory, open_own
 from ckpt_proto.v1 import disk_pb2, staging_pb2
 
-__all__ = ["COMMITTED_NAME", "RunConfig", "StagingDir", "default_staging_path", "os_errors"]
+__all__ = ["ARRIVING", "COMMITTED_NAME", "RunConfig", "StagingDir", "default_staging_path", "os_errors"]
+
+ARRIVING = ".incoming"
+"""Ends the names of a segment that arrives, and of the index that says what is expected, until it is sealed."""
 
 COMMITTED_NAME = "committed"
 _ENDED_NAME = "ended"

@@ -28,7 +28,7 @@ from ckpt.format.ids import CheckpointId
 from ckpt.rpc.bulk import FRAME_NBYTES
 from ckpt.storage.durable import fsync_dir, write_durably
 from ckpt.storage.own_file import open_own
-from ckpt.storage.staging import StagingDir, os_errors
+from ckpt.storage.staging import ARRIVING, StagingDir, os_errors
 from ckpt_proto.v1 import disk_pb2
 from ckpt_server.chunk_source import check_chunk
 from ckpt_server.uploader import Segment
@@ -37,7 +37,6 @@ __all__ = ["Receiver", "check_offer"]
 
 # Left free beside an arriving segment, bytes: markers and indexes of others must still fit.
 _HEADROOM_NBYTES = 64 * 1024 * 1024
-_SUFFIX = ".incoming"
 _RUN_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _MOST_CHUNK_NBYTES = 64 * 1024 * 1024
 
@@ -127,7 +126,7 @@ class Receiver:
             data.rename(final)
             fsync_dir(final.parent)
             self._staging.write_index(segment.run_key, segment.ident, segment.rank, noted.read_bytes())
-            noted.unlink()
+            noted.unlink(missing_ok=True)  # a crash brings it back; sweep_leftovers takes it then
         self._present.pop(segment, None)
 
     def _is_sealed(self, segment: Segment, index: bytes) -> bool:
@@ -192,11 +191,11 @@ class Receiver:
 
     def _data_path(self, segment: Segment) -> Path:
         path = segment.path(self._staging)
-        return path.with_name(path.name + _SUFFIX)
+        return path.with_name(path.name + ARRIVING)
 
     def _index_path(self, segment: Segment) -> Path:
         path = self._staging.index_path(segment.run_key, segment.ident, segment.rank)
-        return path.with_name(path.name + _SUFFIX)
+        return path.with_name(path.name + ARRIVING)
 
     @contextlib.contextmanager
     def _holding(self, segment: Segment) -> Iterator[None]:

@@ -19,7 +19,7 @@ from ckpt.format.ids import CheckpointId
 from ckpt.format.peer import PeerNode
 from ckpt.storage.durable import fsync_dir, write_durably
 from ckpt.storage.peerfile import replicas_dir
-from ckpt.storage.staging import StagingDir, os_errors
+from ckpt.storage.staging import ARRIVING, StagingDir, os_errors
 from ckpt_proto.v1 import common_pb2
 
 __all__ = ["ReplicaDir", "ReplicaUnit"]
@@ -117,7 +117,7 @@ class ReplicaDir:
                 segment.unlink(missing_ok=True)
                 files.uploaded_path(run_key, ident, rank).unlink(missing_ok=True)
                 for path in (segment, index):
-                    path.with_name(path.name + ".incoming").unlink(missing_ok=True)
+                    path.with_name(path.name + ARRIVING).unlink(missing_ok=True)
             self._owner_path(run_key, ident, unit.group.index).unlink(missing_ok=True)
             fsync_dir(folder)
             if not any(_OWNER.fullmatch(path.name) for path in folder.iterdir()):

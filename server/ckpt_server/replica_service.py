@@ -14,7 +14,7 @@ from ckpt.format import keys
 from ckpt.format.ids import CheckpointId, split_run_url
 from ckpt.format.peer import PeerNode
 from ckpt.rpc.messages import parse_request
-from ckpt.storage.staging import RunConfig
+from ckpt.storage.staging import ARRIVING, RunConfig
 from ckpt_proto.v1 import disk_pb2, replica_pb2, replica_pb2_grpc
 from ckpt_server.peers import Peers
 from ckpt_server.receiver import Receiver, check_offer
@@ -125,7 +125,7 @@ class ReplicaService(replica_pb2_grpc.ReplicaServicer):
 
     def _check_room(self, segment: Segment, index: disk_pb2.SegmentIndex) -> None:
         files = self._replicas.files
-        arriving = segment.path(files).with_name(segment.path(files).name + ".incoming")
+        arriving = segment.path(files).with_name(segment.path(files).name + ARRIVING)
         if segment.path(files).is_file() or arriving.is_file():
             return  # its room is taken already
         if not self._has_room(index.nbytes):

@@ -41,7 +41,7 @@ from ckpt.storage.durable import TEMP_PREFIX
 from ckpt.storage.leftovers import sweep_leftovers
 from ckpt.storage.open import open_store
 from ckpt.storage.spares import drop_spares
-from ckpt.storage.staging import RunConfig, StagingDir
+from ckpt.storage.staging import ARRIVING, RunConfig, StagingDir
 from ckpt_server.adopter import Adopter
 from ckpt_server.keeper import ReplicaKeeper
 from ckpt_server.peers import Peers
@@ -312,11 +312,11 @@ def check_clean(root: Path) -> None:
     assert data | index == {newest}
     assert [info.key for prefix in (keys.PINS, keys.PROBE) for info in store.list_keys(prefix)] == []
     left = [str(path.relative_to(root)) for path in root.rglob("*") if _is_debris(path)]
-    assert left == []
+    assert left == [], left  # pytest does not rewrite the assertions of this module
 
 
 def _is_debris(path: Path) -> bool:
-    return path.name.startswith(TEMP_PREFIX) or path.suffix in (".tmp", ".incoming")
+    return path.name.startswith(TEMP_PREFIX) or path.suffix in (".tmp", ARRIVING)
 
 
 def main(root: Path, dies_at: int = 0) -> None:

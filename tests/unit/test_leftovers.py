@@ -8,7 +8,7 @@ from pathlib import Path
 from ckpt.format.ids import CheckpointId
 from ckpt.storage.durable import TEMP_PREFIX
 from ckpt.storage.leftovers import sweep_leftovers
-from ckpt.storage.staging import RunConfig, StagingDir
+from ckpt.storage.staging import ARRIVING, RunConfig, StagingDir
 
 KEY = "run-0123456789ab"
 
@@ -30,6 +30,19 @@ def test_old_temporary_files_go_and_young_ones_and_others_stay(tmp_path: Path) -
         assert f"{TEMP_PREFIX}old" not in names
     assert staging.token()
     assert staging.run_keys() == [KEY]
+
+
+def test_note_of_a_segment_that_is_sealed_goes_and_that_of_one_that_arrives_stays(tmp_path: Path) -> None:
+    """A power cut after the seal brings the note back: its removal was not durable."""
+    staging = StagingDir(tmp_path / "staging").ensure()
+    folder = staging.make_checkpoint_dir(KEY, CheckpointId(10, 1))
+    sealed, arriving = (staging.index_path(KEY, CheckpointId(10, 1), rank) for rank in (0, 1))
+    sealed.write_bytes(b"x")
+    for path in (sealed, arriving):
+        path.with_name(path.name + ARRIVING).write_bytes(b"x")
+    assert sweep_leftovers(staging, before=0) == 0  # young: its receiver may be about to remove it
+    assert sweep_leftovers(staging, before=1e12) == 1
+    assert {path.name for path in folder.iterdir()} == {sealed.name, arriving.name + ARRIVING}
 
 
 def test_directory_that_is_not_there_is_empty(tmp_path: Path) -> None:
