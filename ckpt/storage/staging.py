@@ -37,7 +37,7 @@ from ckpt_proto.v1 import disk_pb2, staging_pb2
 __all__ = ["ARRIVING", "COMMITTED_NAME", "RunConfig", "StagingDir", "default_staging_path", "os_errors"]
 
 ARRIVING = ".incoming"
-"""Ends the names of a segment that arrives, and of the index that says what is expected, until it is sealed."""
+"""Ends the names of a segment that arrives, and of the index that says what is expected."""
 
 COMMITTED_NAME = "committed"
 _ENDED_NAME = "ended"
