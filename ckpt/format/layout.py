@@ -129,7 +129,7 @@ class LayoutSet(Mapping[str, TensorLayout]):
         try:
             message.ParseFromString(bytes(data))
             meshes = [Mesh.from_proto(item) for item in message.meshes]
-            return cls(
+            decoded = cls(
                 TensorLayout(
                     item.name,
                     item.dtype,
@@ -141,6 +141,9 @@ class LayoutSet(Mapping[str, TensorLayout]):
             )
         except (DecodeError, IndexError, InvalidInputError) as error:
             raise CorruptError("stored layout is malformed", code="layout") from error
+        # The digest names these bytes, whatever another version of this code would make of them.
+        decoded.__dict__["_encoded"] = bytes(data)
+        return decoded
 
 
 def merge_layout_sets(sets: Iterable[LayoutSet]) -> LayoutSet:
@@ -153,12 +156,11 @@ def merge_layout_sets(sets: Iterable[LayoutSet]) -> LayoutSet:
         CorruptError: code "layout-mismatch": sets disagree on the shape or dtype of a tensor, or on how
             it is split over one and the same ranks, so that no layout says what each of them stored.
     """
+    distinct = list(dict.fromkeys(sets))  # nearly every rank has the same one
+    if len(distinct) == 1:
+        return distinct[0]
     merged: dict[str, TensorLayout] = {}
-    seen: set[LayoutSet] = set()
-    for layouts in sets:
-        if layouts in seen:  # nearly every rank has the same set
-            continue
-        seen.add(layouts)
+    for layouts in distinct:
         for name, layout in layouts.items():
             known = merged.setdefault(name, layout)
             if known is layout or known == layout:

@@ -48,6 +48,7 @@ from ckpt.storage.base import Store
 from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import disk_pb2
 from ckpt_trainer_hooks.agree import Agreement
+from ckpt_trainer_hooks.collector import collector_paused
 
 if TYPE_CHECKING:
     from ckpt.client.peer import PeerClient
@@ -292,6 +293,7 @@ class Ladder:
 
     # --- reading ---
 
+    @collector_paused()
     def open(self, store: Store, choice: Choice) -> Checkpoint:
         """Return a staged step, on every rank, after rank 0 has proved for all that it is whole.
 
@@ -299,6 +301,12 @@ class Ladder:
             CorruptError: its parts do not make a step; on every rank.
         """
         mine = [_encode(header) for header in self._own_headers(choice.ident)] if self._is_host else []
+        read: dict[bytes, LayoutSet] = {}  # on rank 0 the proof has read those that all ranks need
+
+        def layout(key: bytes, rank: int) -> LayoutSet:
+            if key not in read:
+                read[key] = self._layout(choice, key, rank)
+            return read[key]
 
         def prove(told: list[Any]) -> Any:
             headers = [_decode(disk_pb2.GroupHeader(), item) for items in told for item in items]
@@ -307,7 +315,7 @@ class Ladder:
             manifest, summaries = prove_staged(
                 choice.ident,
                 headers,
-                lambda key: self._layout(choice, key, rank_with[key]),
+                lambda key: layout(key, rank_with[key]),
                 SystemClock(),
             )
             used = [[key.hex(), rank_with[key]] for key in layout_digests(summaries)]
@@ -316,7 +324,7 @@ class Ladder:
         encoded, used = self._agreement.decide_over("proof", mine, prove)
         manifest = _decode(disk_pb2.Manifest(), encoded)
         with self._agreement.together("layouts"):
-            layouts = merge_layout_sets(self._layout(choice, bytes.fromhex(key), rank) for key, rank in used)
+            layouts = merge_layout_sets(layout(bytes.fromhex(key), rank) for key, rank in used)
             if layouts.digest != manifest.layout_digest:
                 raise CorruptError("layouts changed while they were read", checkpoint=choice.ident)
         return StagedCheckpoint(store, manifest, layouts)

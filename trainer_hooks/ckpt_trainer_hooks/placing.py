@@ -17,6 +17,12 @@ from ckpt_trainer_hooks.layout import dtype_name, torch_dtype
 
 __all__ = ["TensorTargets"]
 
+# Of the stable C API. An array type of ctypes, which could do the same, is a new class for each size: 25 us.
+_PyBUF_WRITE = 0x200
+_memory_at = ctypes.pythonapi.PyMemoryView_FromMemory
+_memory_at.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_memory_at.restype = ctypes.py_object
+
 
 class TensorTargets:
     """Targets of :func:`ckpt.ops.fetch.fetch` in tensors, on whatever device they are.
@@ -72,13 +78,13 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview | None:
     )
     if not plain or not tensor.numel():
         return None
-    raw = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    return memoryview(raw).cast("B")
+    found: memoryview = _memory_at(tensor.data_ptr(), tensor.nbytes, _PyBUF_WRITE)
+    return found
 
 
 def _tensor_over(chunk: Buffer, copy: ChunkCopy) -> torch.Tensor:
     """The copy's contiguous array as a tensor over ``chunk``, which may be read-only (it is only read)."""
     start = np.frombuffer(chunk, np.uint8).ctypes.data + copy.offset
     dtype = torch_dtype(copy.dtype)
-    raw = (ctypes.c_char * (copy.count * dtype.itemsize)).from_address(start)
+    raw = _memory_at(start, copy.count * dtype.itemsize, _PyBUF_WRITE)
     return torch.frombuffer(raw, dtype=dtype).view(copy.shape)

@@ -27,6 +27,7 @@ from ckpt.storage.base import Store
 from ckpt.storage.open import open_store
 from ckpt_proto.v1 import common_pb2, disk_pb2
 from ckpt_trainer_hooks.agree import Agreement
+from ckpt_trainer_hooks.collector import collector_paused
 from ckpt_trainer_hooks.environment import compare_environment
 from ckpt_trainer_hooks.ladder import Choice, Ladder
 from ckpt_trainer_hooks.nothing import absence_explained, explain_nothing
@@ -231,6 +232,7 @@ class Restorer:
             compare_environment(checkpoint.manifest.environment)
         return checkpoint, stats
 
+    @collector_paused()
     def _targets(self, checkpoint: Checkpoint) -> tuple[RestoreTargets, list[dict[str, Any]]]:
         """What to restore, and the own values of the saved ranks whose streams this rank looks at."""
         rank, saved_world = self.agreement.rank, checkpoint.manifest.world_size
@@ -295,9 +297,10 @@ class Restorer:
     def _read(self, checkpoint: Checkpoint, targets: RestoreTargets) -> FetchStats:
         for (saved, live), count in sorted(targets.casts.items()):
             event(_log, logging.WARNING, "restore.cast", saved=saved, live=live, tensors=count)
-        plan = plan_read(checkpoint.layouts, targets.wants)
-        written = TensorTargets(targets.tensors)
-        with self.agreement.together("index"):  # else a rank would wait for one that has given up
+        # Together: else ranks would wait for one that has given up.
+        with self.agreement.together("index"), collector_paused():
+            plan = plan_read(checkpoint.layouts, targets.wants)
+            written = TensorTargets(targets.tensors)
             reader = Reader(checkpoint, plan, written, self._tiers)
         with self.agreement.together("read"):
             fetch_shared(reader, self.agreement, share=self.share_reads)
