@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ckpt.clock import Clock, SystemClock
+from ckpt.collector import collector_paused
 from ckpt.errors import CkptError, CorruptError, InvalidInputError, NotFoundError, RefusedError
 from ckpt.events import event, get_logger
 from ckpt.format.ids import CheckpointId
@@ -134,10 +135,11 @@ def try_commit(
         listing = list_groups(store, ident)
         if not listing.is_complete:
             return CommitResult(state=CommitState.WAITING, missing=listing.missing)
-        summaries = Summaries.of(read_group_headers(store, listing.in_order()))
-        whole = prove_whole(store, ident, summaries)
-        if known is not None:
-            known.remember(summaries, whole)
+        with collector_paused():
+            summaries = Summaries.of(read_group_headers(store, listing.in_order()))
+            whole = prove_whole(store, ident, summaries)
+            if known is not None:
+                known.remember(summaries, whole)
     manifest = make_manifest(ident, whole, environment or {}, clock)
     key = manifest_key(ident)
     ours = commit_put(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.tiny import STEPS, TinySaves
-from ckpt_trainer_hooks.collector import collector_paused
+from ckpt.collector import collector_paused
 from tests.support.bits import assert_same_bits
 from tests.support.snapshot_trip import put_back, take, train_state
 

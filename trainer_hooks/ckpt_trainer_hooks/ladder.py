@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from google.protobuf.message import Message
 
 from ckpt.clock import SystemClock
+from ckpt.collector import collector_paused
 from ckpt.errors import CkptError, CorruptError
 from ckpt.events import event, get_logger
 from ckpt.flusher.write import being_written
@@ -48,7 +49,6 @@ from ckpt.storage.base import Store
 from ckpt.storage.staging import StagingDir
 from ckpt_proto.v1 import disk_pb2
 from ckpt_trainer_hooks.agree import Agreement
-from ckpt_trainer_hooks.collector import collector_paused
 
 if TYPE_CHECKING:
     from ckpt.client.peer import PeerClient

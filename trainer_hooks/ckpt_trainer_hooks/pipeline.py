@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt.clock import SystemClock
+from ckpt.collector import collector_paused
 from ckpt.errors import CkptError, SnapshotTornError, UnavailableError, from_kind
 from ckpt.events import event, get_logger
 from ckpt.format.ids import CheckpointId
@@ -18,7 +19,6 @@ from ckpt_proto.v1 import common_pb2, disk_pb2, flusher_pb2
 from ckpt_trainer_hooks.arena import Arena, arena_nbytes
 from ckpt_trainer_hooks.audit import Audit
 from ckpt_trainer_hooks.capture import Capture
-from ckpt_trainer_hooks.collector import collector_paused
 from ckpt_trainer_hooks.environment import environment
 from ckpt_trainer_hooks.flusher_process import FlusherProcess
 from ckpt_trainer_hooks.handle import SaveHandle

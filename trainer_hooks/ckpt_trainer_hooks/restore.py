@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckpt.collector import collector_paused
 from ckpt.digest import digest_hex
 from ckpt.errors import CkptError, CorruptError, InvalidInputError, NotFoundError, RefusedError
 from ckpt.events import event, get_logger
@@ -27,7 +28,6 @@ from ckpt.storage.base import Store
 from ckpt.storage.open import open_store
 from ckpt_proto.v1 import common_pb2, disk_pb2
 from ckpt_trainer_hooks.agree import Agreement
-from ckpt_trainer_hooks.collector import collector_paused
 from ckpt_trainer_hooks.environment import compare_environment
 from ckpt_trainer_hooks.ladder import Choice, Ladder
 from ckpt_trainer_hooks.nothing import absence_explained, explain_nothing

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
+from ckpt.collector import collector_paused
 from ckpt.errors import SnapshotTornError
 from ckpt.format.layout import LayoutSet, TensorLayout
 from ckpt.format.segment import Change
 from ckpt.plan.save import SavePlan, StoredArray, plan_save
 from ckpt_proto.v1 import disk_pb2
 from ckpt_trainer_hooks.arena import Arena
-from ckpt_trainer_hooks.collector import collector_paused
 from ckpt_trainer_hooks.compat import version_of
 from ckpt_trainer_hooks.copying import copy_tensors
 from ckpt_trainer_hooks.elements import movable

@@ -27,12 +27,12 @@ from typing import Any
 import torch
 
 import ckpt_trainer_hooks.value_types  # noqa: F401 - registers torch's types
+from ckpt.collector import collector_paused
 from ckpt.digest import digest_hex
 from ckpt.errors import InvalidInputError
 from ckpt.format.segment import Change
 from ckpt.format.values import encode_value
 from ckpt_trainer_hooks.chunks import as_one_module
-from ckpt_trainer_hooks.collector import collector_paused
 from ckpt_trainer_hooks.data import settle_loader, warn_of_generators
 from ckpt_trainer_hooks.fsdp1 import Fsdp1Views
 from ckpt_trainer_hooks.generators import capture_generator, generator_type, is_same_state
