@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from benchmarks.report import Report
+from ckpt.collector import collector_paused
 from ckpt_trainer_hooks.arena import Arena, arena_nbytes
-from ckpt_trainer_hooks.collector import collector_paused
 from ckpt_trainer_hooks.layout import LayoutBuilder
 from ckpt_trainer_hooks.snapshot import Binding, SnapshotPlan, plan_snapshot
 from ckpt_trainer_hooks.state import TrainState
