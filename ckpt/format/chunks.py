@@ -49,6 +49,11 @@ class StoredChunk:
     digest: bytes
     key: str = ""
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the raw bytes themselves are stored."""
+        return self.codec == disk_pb2.CODEC_RAW and not self.key and self.nbytes == self.raw_nbytes
+
 
 def check_chunk_table(index: disk_pb2.SegmentIndex) -> None:
     """Raise CorruptError, code "chunk-table", unless the table has a digest for every chunk.

@@ -17,6 +17,7 @@ from ckpt.ops.checkpoint import Checkpoint
 from ckpt.ops.reread import read_again
 from ckpt.ops.stored import open_chunk
 from ckpt.ops.tiers import GIVEN_UP, REMOTE, Tier, tier_index
+from ckpt.storage.base import ReadsFiles
 from ckpt.storage.scattered import copy_into
 from ckpt_proto.v1 import disk_pb2
 
@@ -74,6 +75,11 @@ class SourceSegment:
         """Whether only the object store has it."""
         return not self._tiers
 
+    @property
+    def is_cached_by_host(self) -> bool:
+        """Whether what one process of a host reads of the store costs the next one no request."""
+        return isinstance(self._checkpoint.store, ReadsFiles)
+
     def chunk_nbytes(self, number: int) -> int:
         """Size of a chunk. Raises InvalidInputError for a number too large."""
         start, stop = chunk_range(number, self.index.nbytes, self.index.chunks.chunk_nbytes)
@@ -93,8 +99,9 @@ class SourceSegment:
             if self._read_from(tier, number, parts):
                 stats.count(tier.name, sum(map(len, parts)), repaired=position > 0)
                 return None
-        raw = self._from_store(number, stats)
-        copy_into(parts, raw)
+        raw = self._from_store(number, parts, stats)
+        if raw is not None:
+            copy_into(parts, raw)
         return raw
 
     def verify(self, number: int, data: Buffer, *, where: str) -> None:
@@ -120,18 +127,24 @@ class SourceSegment:
         return True
 
     @read_again
-    def _from_store(self, number: int, stats: FetchStats) -> Buffer:
+    def _from_store(self, number: int, parts: Sequence[memoryview], stats: FetchStats) -> Buffer | None:
+        """The raw bytes, verified; None: they are in ``parts`` already."""
         index = self._checkpoint.segment_index(self.rank)
-        place = stored_chunk(index, number)
+        store, place = self._checkpoint.store, stored_chunk(index, number)
+        raw: Buffer | None = None
         try:
-            stored = self._checkpoint.store.get_range(place.object_key, place.offset, place.nbytes)
+            if isinstance(store, ReadsFiles) and place.is_plain:
+                found = store.read_parts(place.object_key, place.offset, parts)
+            else:
+                stored = store.get_range(place.object_key, place.offset, place.nbytes)
+                raw = open_chunk(place, stored, run=index.run)
+                found = digest(raw)
         except NotFoundError as error:
             raise CorruptError(
                 "an object of the checkpoint is gone", code="missing", key=place.object_key
             ) from error
-        stats.count(REMOTE, len(stored), repaired=len(self._tiers) > 0)
-        raw = open_chunk(place, stored, run=index.run)
-        self._compare(digest(raw), index, number, place.object_key)
+        stats.count(REMOTE, place.nbytes, repaired=len(self._tiers) > 0)
+        self._compare(found, index, number, place.object_key)
         return raw
 
     def _compare(self, found: bytes, index: disk_pb2.SegmentIndex, number: int, where: str) -> None:

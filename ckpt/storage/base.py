@@ -18,13 +18,13 @@ ST8 ``list_dirs`` names every folder that holds a value, directly or deeper, by 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from ckpt.digest import Buffer
 
-__all__ = ["HasUploads", "ObjectInfo", "Store"]
+__all__ = ["HasUploads", "ObjectInfo", "ReadsFiles", "Store"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +121,22 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Release connections. The store must not be used afterwards."""
+        ...
+
+
+@runtime_checkable
+class ReadsFiles(Protocol):
+    """A store whose objects are files: read into place, and in the page cache for all processes of a host."""
+
+    def read_parts(self, key: str, start: int, parts: Sequence[memoryview]) -> bytes:
+        """Fill ``parts``, one after another, with the bytes of ``key`` from ``start`` on. Releases the GIL.
+
+        Returns:
+            Their digest as they stand in ``parts``.
+
+        Raises:
+            CkptError: as ``get_range``; ``parts`` may hold anything then.
+        """
         ...
 
 

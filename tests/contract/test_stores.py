@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from ckpt.clock import SystemClock
-from ckpt.storage.base import HasUploads, Store
+from ckpt.digest import digest
+from ckpt.errors import CorruptError, NotFoundError
+from ckpt.storage.base import HasUploads, ReadsFiles, Store
 from ckpt.storage.durable import TEMP_PREFIX
 from ckpt.storage.open import open_store
 from ckpt.storage.s3fs_store import S3fsStore
@@ -29,6 +31,17 @@ class TestLocal(ConditionalContract):
     @pytest.fixture
     def reopen(self, tmp_path: Path) -> Callable[[], Store]:
         return lambda: open_store(f"file://{tmp_path}/root/run")
+
+    def test_ST6_a_range_is_read_into_place_exactly_or_is_an_error(self, store: Store) -> None:
+        assert isinstance(store, ReadsFiles)
+        store.put("k", b"0123456789")
+        first, second = bytearray(3), bytearray(4)
+        found = store.read_parts("k", 2, [memoryview(first), memoryview(second)])
+        assert (bytes(first), bytes(second), found) == (b"234", b"5678", digest(b"2345678"))
+        with pytest.raises(CorruptError):
+            store.read_parts("k", 4, [memoryview(first), memoryview(second)])
+        with pytest.raises(NotFoundError):
+            store.read_parts("gone", 0, [memoryview(first)])
 
     def test_what_crashed_writers_left_is_found_and_removed(self, store: Store, tmp_path: Path) -> None:
         """Case I100."""

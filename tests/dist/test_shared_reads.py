@@ -181,6 +181,28 @@ def test_damage_and_death_end_the_same_on_every_rank(
     assert run.restore(4, "ddp") == ["none-good"] * 4
 
 
+def _restore_counting(rank: int, world: int, url: str, root: Path) -> int:
+    """Restore from a directory with nothing on the node; how many chunks were passed on."""
+    passed = 0
+    begin = sharing_module._Part._begin
+
+    def counting(*args: Any) -> Any:
+        nonlocal passed
+        passed += 1
+        return begin(*args)
+
+    sharing_module._Part._begin = counting  # type: ignore[method-assign]
+    problem = _restore(rank, world, url, "http://127.0.0.1:1", root, "ddp")
+    assert problem == "", problem
+    return passed
+
+
+def test_ranks_of_one_host_read_a_directory_by_its_page_cache(root: Path) -> None:
+    url = (root / "store").as_uri()
+    run_ranks(2, _save, url, "http://127.0.0.1:1", root, "ddp")
+    assert run_ranks(2, _restore_counting, url, root) == [0, 0]
+
+
 def test_every_wanted_chunk_is_read_once_and_the_reading_is_spread() -> None:
     """Case I52."""
     everything = [(rank, number) for rank in range(3) for number in range(4)]
@@ -188,5 +210,9 @@ def test_every_wanted_chunk_is_read_once_and_the_reading_is_spread() -> None:
     assert sorted(item.key for item in plan) == everything
     assert [sum(item.owner == rank for item in plan) for rank in range(3)] == [4, 4, 4]
     assert plan_transfers([[(0, 0)], [(0, 1)]]) == []
+    a, b = "host a", "host b"  # of a directory: one that only ranks of one host want is in its page cache
+    assert plan_transfers([everything, everything, everything], [a, a, a]) == []
+    assert len(plan_transfers([everything, everything, everything], [a, a, b])) == len(everything)
+    assert plan_transfers([[(0, 0), (0, 1)], [(0, 0)], [(0, 1)]], [a, a, b]) == [Transfer((0, 1), 0, (0, 2))]
     mixed = plan_transfers([[(0, 0), (0, 1)], [(0, 1)], [(0, 0)]])
     assert mixed == [Transfer((0, 0), 0, (0, 2)), Transfer((0, 1), 1, (0, 1))]

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from ckpt.errors import InvalidInputError
 from ckpt.events import event, get_logger
@@ -16,11 +17,17 @@ from ckpt.format.peer import PeerNode
 from ckpt.storage.peerfile import failure_domain, node_id, read_peer_file
 from ckpt.storage.staging import StagingDir
 
-__all__ = ["check_peer_listen", "own_node"]
+__all__ = ["check_peer_listen", "kernel_id", "own_node"]
 
 _log = get_logger("nodes")
 _START_WAIT_S = 30.0  # for a server that has just been started; it needs a second or two
 _POLL_S = 0.05
+
+
+def kernel_id() -> str:
+    """Say which kernel this process runs on: those with the same one share its page cache."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
 
 def check_peer_listen(environment: Mapping[str, str]) -> None:

@@ -7,7 +7,6 @@ import socket
 from collections.abc import Callable, Collection
 from contextlib import closing
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ckpt.clock import SystemClock
@@ -22,7 +21,7 @@ from ckpt.storage.open import open_store
 from ckpt.storage.staging import RunConfig, StagingDir
 from ckpt_proto.v1 import common_pb2
 from ckpt_trainer_hooks.agree import Agreement
-from ckpt_trainer_hooks.nodes import own_node
+from ckpt_trainer_hooks.nodes import kernel_id, own_node
 
 __all__ = ["Claim", "Session", "agree_on_session", "claim"]
 
@@ -160,9 +159,7 @@ def claim(
 
 def _node_identity(staging: StagingDir) -> str:
     """Ranks with one identity share a node: the same kernel and the same staging directory."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    kernel = boot.read_text().strip() if boot.exists() else socket.gethostname()
-    return f"{kernel}/{staging.token().hex()}"
+    return f"{kernel_id()}/{staging.token().hex()}"
 
 
 def _group_of(nodes: list[str], rank: int) -> common_pb2.NodeGroup:

@@ -25,6 +25,7 @@ from ckpt.digest import digest_hex
 from ckpt.errors import CkptError, CorruptError, UnavailableError
 from ckpt.ops.fetch import MAX_WORKERS, ChunkRead, Reader, read_all
 from ckpt_trainer_hooks.agree import Agreement
+from ckpt_trainer_hooks.nodes import kernel_id
 
 __all__ = ["Transfer", "fetch_shared", "plan_transfers"]
 
@@ -46,20 +47,25 @@ class Transfer:
     ranks: tuple[int, ...]
 
 
-def plan_transfers(wanted: Sequence[Iterable[Key]]) -> list[Transfer]:
+def plan_transfers(
+    wanted: Sequence[Iterable[Key]], hosts: Sequence[str | None] | None = None
+) -> list[Transfer]:
     """Return the transfers of every chunk that several ranks want, in the order they all keep to.
 
     Args:
         wanted: by rank, each chunk once.
+        hosts: by rank; the host whose page cache has what another rank there has read of the store, or None.
     """
     wanting: dict[Key, list[int]] = {}
     for rank, keys in enumerate(wanted):
         for key in keys:
             wanting.setdefault(key, []).append(rank)
+    hosts = hosts or [None] * len(wanted)
     by_ranks: dict[tuple[int, ...], list[Key]] = {}
     for key in sorted(wanting):
-        if len(wanting[key]) > 1:
-            by_ranks.setdefault(tuple(wanting[key]), []).append(key)
+        among = wanting[key]
+        if len(among) > 1 and (hosts[among[0]] is None or len({hosts[rank] for rank in among}) > 1):
+            by_ranks.setdefault(tuple(among), []).append(key)
     owned = [0] * len(wanted)
     transfers: list[Transfer] = []
     for ranks, keys in by_ranks.items():
@@ -92,7 +98,9 @@ def fetch_shared(reader: Reader, agreement: Agreement, *, share: bool) -> None:
         remote = [key for key, read in by_key.items() if read.segment.is_remote]
         told = _exchange(agreement, _runs(remote) if share else None)
         if all(found is not None for found in told):
-            transfers = plan_transfers([_keys(found or []) for found in told])
+            cached = any(by_key[key].segment.is_cached_by_host for key in remote)
+            hosts = agreement.gather("shared-hosts", kernel_id() if cached else None)
+            transfers = plan_transfers([_keys(found or []) for found in told], hosts)
     if not transfers:
         read_all(reader, reader.chunks)
         return
