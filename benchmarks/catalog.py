@@ -1,56 +1,140 @@
-"""What reading the catalogue costs with 10 to 100,000 checkpoints: latest, list, verify, prune, sweep."""
+"""What reading the catalogue costs with 10 to 100,000 checkpoints: latest, list, verify, prune, sweep.
+
+In memory, where it is our own CPU; in a directory; and in an S3 server, where it is requests. (The server is
+radosgw where ``python -m tests.support.ceph --install`` was run, else a functional emulator, which is slow: a
+row's name says which.)
+"""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 from benchmarks.options import Options
 from benchmarks.report import Report
 from ckpt.format.ids import CheckpointId
-from ckpt.format.keys import attempt_key, manifest_key
+from ckpt.format.keys import manifest_key
 from ckpt.format.manifest import encode_manifest
 from ckpt.ops import catalog
 from ckpt.ops.prune import execute_prune, plan_retention
 from ckpt.ops.sweep import sweep
+from ckpt.ops.threads import map_in_threads
 from ckpt.ops.verify import verify_quick
 from ckpt.storage.base import Store
 from ckpt.storage.local import LocalStore
+from ckpt.storage.open import open_store
 from tests.support.builders import CountingStore, build_checkpoint, claim, memory_store
+from tests.support.ceph import CACHE, Radosgw, UnavailableHere, install
+from tests.support.s3 import Ministack
 
 __all__ = ["run"]
 
 COUNTS = (10, 100, 1000, 10_000, 100_000)
+_MOST_IN_S3 = 10_000
+_NO_TIME = "no time was left"
+_S3_START_S = 20.0
+_PUTS_AT_A_TIME = 16
+
+Put = Callable[[tuple[str, bytes]], None]
+Open = Callable[[int], tuple[Store, Put]]
 
 
 def run(options: Options) -> Report:
     """A whole newest checkpoint, manifests of the others; a listing counts as a request per 1000 keys."""
     counts = COUNTS[:3] if options.quick else COUNTS
     report = Report(options.name("catalog"), f"{counts[0]} to {counts[-1]} checkpoints of one rank each")
+    in_s3 = [count for count in counts if count <= _MOST_IN_S3]
     with options.folder() as folder:
-        for count in counts:
-            path = folder / f"run{count}"
-            for title, inner in (("memory", memory_store()), ("directory", LocalStore(path))):
-                _fill(inner, count, path if title == "directory" else None)
-                for what, seconds, note in _measured(CountingStore(inner)):
-                    report.add(f"{what}, {title}, {count} checkpoints", [seconds], note=note)
+        _grow(report, options, "memory", _in_memory, counts)
+        _grow(report, options, "directory", partial(_in_directory, folder), counts)
+        if not options.has_time_for(_S3_START_S):
+            _leave_out(report, "S3", in_s3)
+            return report
+        with _s3_server(folder) as server:
+            name = type(server).__name__
+            _grow(report, options, f"S3 ({name})", partial(_in_s3, server, server.make_bucket()), in_s3)
     return report
 
 
-def _fill(store: Store, count: int, folder: Path | None) -> None:
+def _grow(report: Report, options: Options, title: str, open_one: Open, counts: Sequence[int]) -> None:
+    """Measure with one count after the other, as far as the time goes."""
+    expected_s = before_s = 0.0
+    for number, count in enumerate(counts):
+        if number and not options.has_time_for(expected_s):
+            _leave_out(report, title, counts[number:])
+            return
+        began = time.monotonic()
+        store, put = open_one(count)
+        _fill(store, count, put)
+        for what, seconds, note in _measured(CountingStore(store)):
+            report.add(f"{what}, {title}, {count} checkpoints", [seconds], note=note)
+        took_s = time.monotonic() - began
+        # What grew grows with the number, and the next is ten times this one; the rest is the start.
+        expected_s = took_s + 10 * max(took_s - before_s, 0.0) if number else took_s
+        before_s = took_s
+
+
+def _leave_out(report: Report, title: str, counts: Sequence[int]) -> None:
+    for count in counts:
+        report.absent(f"{title}, {count} checkpoints", _NO_TIME)
+
+
+def _in_memory(count: int) -> tuple[Store, Put]:
+    del count
+    store = memory_store()
+    return store, lambda item: store.put(*item)
+
+
+def _in_directory(folder: Path, count: int) -> tuple[Store, Put]:
+    path = folder / f"run{count}"
+
+    def put(item: tuple[str, bytes]) -> None:  # without the fsync of each, which is not what is measured
+        (path / item[0]).write_bytes(item[1])
+
+    return LocalStore(path), put
+
+
+def _in_s3(server: Radosgw | Ministack, bucket: str, count: int) -> tuple[Store, Put]:
+    store = open_store(f"s3://{bucket}/run{count}", server.options)
+    return store, lambda item: store.put(*item)
+
+
+@contextlib.contextmanager
+def _s3_server(folder: Path) -> Iterator[Radosgw | Ministack]:
+    gateway: Radosgw | None = None
+    if (CACHE / "root").is_dir():
+        with contextlib.suppress(UnavailableHere):
+            gateway = Radosgw(install()).start()
+    if gateway is not None:
+        try:
+            yield gateway
+        finally:
+            gateway.stop()
+        return
+    emulator = Ministack(folder / "ministack")
+    emulator.start()
+    try:
+        yield emulator
+    finally:
+        emulator.kill()
+
+
+def _fill(store: Store, count: int, put: Put) -> None:
     claim(store)
     ident = build_checkpoint(store, count, world_size=1).ident
     manifest = catalog.read_manifest(store, ident)
+    others: list[tuple[str, bytes]] = []
     for step in range(1, count):
         other = CheckpointId(step, 1)
         manifest.id.CopyFrom(other.to_proto())
-        if folder is None:
-            store.put(manifest_key(other), encode_manifest(manifest))
-        else:  # without the fsync of each, which is not what is measured
-            (folder / manifest_key(other)).write_bytes(encode_manifest(manifest))
-    store.head(attempt_key(1))
+        others.append((manifest_key(other), encode_manifest(manifest)))
+    # A directory and a memory are quicker with one thread than with many.
+    workers = _PUTS_AT_A_TIME if store.url.startswith("s3:") else 1
+    map_in_threads(put, others, workers=workers)
 
 
 def _measured(store: CountingStore) -> Iterator[tuple[str, float, str]]:
@@ -59,7 +143,7 @@ def _measured(store: CountingStore) -> Iterator[tuple[str, float, str]]:
 
     def verify() -> None:
         ident = catalog.latest(store)
-        if ident is None or verify_quick(catalog.load_checkpoint(store, ident)):
+        if ident is None or list(verify_quick(catalog.load_checkpoint(store, ident))):
             raise RuntimeError("the newest checkpoint is not whole")
 
     def prune() -> None:

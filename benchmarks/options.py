@@ -44,6 +44,10 @@ class Options:
         """Return whether no further round may begin."""
         return self.seconds is not None and time.monotonic() - self.began_at > self.seconds
 
+    def has_time_for(self, seconds: float) -> bool:
+        """Return whether a round of about ``seconds`` would still end in time."""
+        return self.seconds is None or time.monotonic() - self.began_at + seconds <= self.seconds
+
     def name(self, benchmark: str) -> str:
         """Return the name of the benchmark's report in this place."""
         return benchmark if self.place == "disk" else f"{benchmark}-{self.place}"

@@ -51,6 +51,7 @@ from ckpt.ops.groups import read_group_headers
 from ckpt.ops.identity import OTHER_RUN, find_foreign
 from ckpt.ops.pins import list_protected
 from ckpt.ops.references import Manifests, look_at_unpublished, put_held, read_held
+from ckpt.ops.threads import map_in_threads
 from ckpt.ops.verify import verify_quick
 from ckpt.plan.retention import Verdict, newest_first, plan_prune
 from ckpt.storage.base import Store
@@ -59,6 +60,7 @@ __all__ = ["PruneReport", "execute_prune", "plan_deletion", "plan_retention"]
 
 _log = get_logger("ops.prune")
 _LOOKS = 5
+_WORKERS = 4  # few: each may read the headers of very many groups, and brings threads of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +140,8 @@ def execute_prune(
     _require_whole_latest(store, condemned)
     manifests = Manifests(store)
     manifests.references(condemned)  # before anything goes: a manifest that cannot be read ends it here
-    parts = {ident: _parts_of(store, ident) for ident in condemned}
+    found = map_in_threads(lambda ident: _parts_of(store, ident), condemned, workers=_WORKERS)
+    parts = dict(zip(condemned, found, strict=True))
     records = None if dry_run else _condemn(store, condemned, clock)
     if records is not None:
         for ident in reversed(condemned):  # oldest first: a crash in the middle leaves the newer ones

@@ -9,7 +9,6 @@ them.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ckpt.errors import CorruptError, InvalidInputError, NotFoundError
@@ -25,6 +24,7 @@ from ckpt.format.keys import (
 )
 from ckpt.ops.borrow import read_borrows
 from ckpt.ops.catalog import list_checkpoints, read_manifest
+from ckpt.ops.threads import map_in_threads
 from ckpt.storage.base import Store
 from ckpt_proto.v1 import disk_pb2
 
@@ -46,10 +46,10 @@ class Manifests:
         Raises:
             CorruptError: a manifest cannot be read, so what it needs is unknown.
         """
-        stay = [info.ident for info in list_checkpoints(self._store) if info.ident not in without]
-        with ThreadPoolExecutor(_WORKERS, thread_name_prefix="ckpt-references") as pool:
-            new = [ident for ident in stay if ident not in self._read]
-            self._read.update(zip(new, pool.map(self._of, new), strict=True))
+        left_out = frozenset(without)  # a list of many would be searched for each
+        stay = [info.ident for info in list_checkpoints(self._store) if info.ident not in left_out]
+        new = [ident for ident in stay if ident not in self._read]
+        self._read.update(zip(new, map_in_threads(self._of, new, workers=_WORKERS), strict=True))
         return {other for ident in stay for other in self._read[ident]}
 
     def _of(self, ident: CheckpointId) -> frozenset[CheckpointId]:
@@ -106,9 +106,7 @@ def look_at_unpublished(store: Store, *, published: Collection[CheckpointId] | N
                 except NotFoundError:
                     continue
 
-    with ThreadPoolExecutor(_WORKERS, thread_name_prefix="ckpt-references") as pool:
-        for _ in pool.map(look, [ident for ident in idents if ident not in published]):
-            pass
+    map_in_threads(look, [ident for ident in idents if ident not in published], workers=_WORKERS)
     return Unpublished(borrowed=borrowed, held=held)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import checksums, codec, document
+from benchmarks import catalog, checksums, codec, document
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.accounting import Cost, Meter, PeakMemory, tree_cpu_s
 from benchmarks.contestant import ContestantError, Turn, rounds
@@ -233,3 +233,18 @@ def test_codec_and_checksums_measure_what_comes_back_whole() -> None:
     rows = {row.what: row for row in (*codec.run(options).rows, *checksums.run(options).rows)}
     assert 0.5 < (rows["whole state: stored"].ratio or 0.0) < 1.0
     assert rows["written with a checksum per chunk"].ratio is not None
+
+
+def test_what_the_time_does_not_allow_is_named() -> None:
+    report = catalog.run(Options(quick=True, seconds=0.0, began_at=0.0))
+    measured = [row.what for row in report.rows if row.values and row.what.startswith("list")]
+    assert measured == ["list, memory, 10 checkpoints", "list, directory, 10 checkpoints"]
+    assert [row.what for row in report.rows if row.absent] == [
+        "memory, 100 checkpoints",
+        "memory, 1000 checkpoints",
+        "directory, 100 checkpoints",
+        "directory, 1000 checkpoints",
+        "S3, 10 checkpoints",
+        "S3, 100 checkpoints",
+        "S3, 1000 checkpoints",
+    ]

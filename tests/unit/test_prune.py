@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
 
 import pytest
 
@@ -20,13 +21,14 @@ from ckpt.format.keys import (
     segment_key,
     temporary_pin_key,
 )
-from ckpt.ops.catalog import exists, latest, list_checkpoints, load_checkpoint
+from ckpt.format.manifest import encode_manifest
+from ckpt.ops.catalog import exists, latest, list_checkpoints, load_checkpoint, read_manifest
 from ckpt.ops.commit import CommitState, try_commit
 from ckpt.ops.condemn import STALE_S
 from ckpt.ops.pins import is_pinned, list_pins, pin, unpin
 from ckpt.ops.prune import execute_prune, plan_deletion, plan_retention
 from ckpt.ops.verify import verify_deep
-from ckpt.storage.base import Store
+from ckpt.storage.base import ObjectInfo, Store
 from tests.support.builders import (
     CountingStore,
     FakeClock,
@@ -84,6 +86,48 @@ def test_a_dry_run_says_exactly_what_would_go_and_deletes_nothing() -> None:
     assert execute_prune(store, verdicts) == dry
     assert dry.deleted == (ident(20), ident(10))
     assert dry.deleted_objects == len(before) - len(list(store.list_keys("")))
+
+
+def test_many_that_go_cost_two_requests_each_and_time_by_their_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    count = 1000
+    store = filled(count)
+    manifest = read_manifest(store, ident(count))
+    for step in range(1, count):
+        manifest.id.CopyFrom(ident(step).to_proto())
+        store.put(manifest_key(ident(step)), encode_manifest(manifest))
+    verdicts = plan_retention(store, keep_last=5)
+    compared = 0
+    equal = CheckpointId.__eq__
+
+    def counted(one: CheckpointId, other: object) -> bool:
+        nonlocal compared
+        compared += 1
+        return equal(one, other)
+
+    monkeypatch.setattr(CheckpointId, "__eq__", counted)
+    store.reset()
+    execute_prune(store, verdicts, dry_run=True)
+    assert compared < 20 * count  # a list searched for each: half a million
+    assert store.total < 2 * count + 50
+
+
+def test_what_belongs_to_those_that_go_is_asked_several_at_a_time() -> None:
+    class Meeting(CountingStore):
+        """Answers a listing of one checkpoint's indexes only while another is asked for, too."""
+
+        both = threading.Barrier(2)
+
+        def list_keys(self, prefix: str, *, limit: int | None = None) -> Iterator[ObjectInfo]:
+            if prefix in going:
+                self.both.wait(20)
+            return super().list_keys(prefix, limit=limit)
+
+    going = {index_prefix(ident(step)) for step in (10, 20, 30, 40)}
+    store = Meeting(filled(10, 20, 30, 40, 50).inner)
+    assert prune(store, keep_last=1) > 0
+    assert steps(store) == [50]
 
 
 def test_after_going_back_the_two_last_of_the_current_line_stay() -> None:
