@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 __all__ = [
+    "PLAIN_TENSORS",
     "WRAPPER_CHILDREN",
     "as_dtensor",
     "collective_sequence",
@@ -43,7 +44,9 @@ __all__ = [
 ]
 
 _SCHEDULES = "torch.distributed.pipelining.schedules"
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+"""Types of tensors that are no subclass of anybody's; compared by identity, a subclass is not among them."""
 
 WRAPPER_CHILDREN = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Names of children that may be no more than what a wrapper wraps; see :func:`is_wrapper_step`."""
@@ -54,7 +57,7 @@ def as_dtensor(tensor: torch.Tensor) -> DTensor | None:
 
     A parameter that is a DTensor has that class; ``torch.nn.Parameter`` itself is only over plain tensors.
     """
-    if type(tensor) in _PLAIN or not dist.is_available():
+    if type(tensor) in PLAIN_TENSORS or not dist.is_available():
         return None
     from torch.distributed.tensor import DTensor  # costs 0.3 s at import; plain runs never need it
 

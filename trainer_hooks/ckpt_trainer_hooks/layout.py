@@ -20,16 +20,20 @@ from ckpt.format.layout import (
     local_region,
     right_to_left,
 )
-from ckpt_trainer_hooks.compat import as_dtensor, local_tensor, mesh_ranks, root_mesh, strided_split_factor
+from ckpt_trainer_hooks.compat import (
+    PLAIN_TENSORS,
+    as_dtensor,
+    local_tensor,
+    mesh_ranks,
+    root_mesh,
+    strided_split_factor,
+)
 from ckpt_trainer_hooks.meshes import with_replicas
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 __all__ = ["LayoutBuilder", "Placed", "check_plain_class", "dtype_name", "torch_dtype"]
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Placed(NamedTuple):
@@ -101,7 +105,7 @@ class LayoutBuilder:
             raise InvalidInputError("nested tensors cannot be stored; store their parts", tensor=name)
         distributed = as_dtensor(tensor)
         whole = tensor if distributed is None else local_tensor(distributed)
-        if type(whole) not in _PLAIN:
+        if type(whole) not in PLAIN_TENSORS:
             _check_class(name, whole)  # before detach(), which may return something else
         local = whole.detach()
         signature: tuple[object, ...]

@@ -10,11 +10,16 @@ from torch.nn.parameter import is_lazy
 
 from ckpt.errors import InvalidInputError
 from ckpt_trainer_hooks.chunks import ModelChunks
-from ckpt_trainer_hooks.compat import WRAPPER_CHILDREN, is_wrapper_step, plain_paths, stores_plainly
+from ckpt_trainer_hooks.compat import (
+    PLAIN_TENSORS,
+    WRAPPER_CHILDREN,
+    is_wrapper_step,
+    plain_paths,
+    stores_plainly,
+)
 
 __all__ = ["MODEL_ITEM", "ModuleTensors", "canonical_names", "owned_tensors", "parameter_names"]
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 MODEL_ITEM = "model"  # parameters of the item of this name need no prefix in optimizer names
 
 
@@ -158,7 +163,7 @@ def _collect_tensors(
                 if name not in part._non_persistent_buffers_set:
                     entries[prefix + name] = buffer
     # Other classes of tensors may have a detach() of their own, by which state_dict() shows them.
-    return entries if is_plain and all(type(tensor) in _PLAIN for tensor in entries.values()) else None
+    return entries if is_plain and all(type(tensor) in PLAIN_TENSORS for tensor in entries.values()) else None
 
 
 def _refuse_lazy(tensors: Mapping[str, torch.Tensor]) -> None:

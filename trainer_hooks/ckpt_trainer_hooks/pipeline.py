@@ -310,7 +310,7 @@ class SavePipeline:
         except UnavailableError as error:
             self._unannounced = error
 
-    def _take_bound_ahead(self, plan: SnapshotPlan | None, arena: Arena) -> Binding | None:
+    def _take_bound_ahead(self, plan: SnapshotPlan, arena: Arena) -> Binding | None:
         """The binding that was made in the background, if it is one of these; it is kept no longer."""
         ahead, self._bound_ahead = self._bound_ahead, None
         if ahead is None or ahead.exception() is not None:
@@ -318,13 +318,19 @@ class SavePipeline:
         binding = ahead.result()
         return binding if binding.plan is plan and binding.arena is arena else None
 
+    def _drop_bound_ahead(self) -> None:
+        """Forget the binding made in the background; returns when nobody works on its arena any more."""
+        ahead, self._bound_ahead = self._bound_ahead, None
+        if ahead is not None:
+            ahead.exception()  # waits for it
+
     def _arena_for(self, exact: int, comfortable: int) -> Arena:
         if self._prefault is not None:
             prefault, self._prefault = self._prefault, None  # first, so that a failure is not for ever
             made = prefault.result()
             if made.nbytes >= exact:
                 return made
-            self._take_bound_ahead(None, made)
+            self._drop_bound_ahead()
             _release(made)
         if self._arena is not None and self._arena.nbytes >= exact:
             return self._arena

@@ -33,6 +33,7 @@ from ckpt.errors import InvalidInputError
 from ckpt.format.segment import Change
 from ckpt.format.values import encode_value
 from ckpt_trainer_hooks.chunks import as_one_module
+from ckpt_trainer_hooks.compat import PLAIN_TENSORS
 from ckpt_trainer_hooks.data import settle_loader, warn_of_generators
 from ckpt_trainer_hooks.fsdp1 import Fsdp1Views
 from ckpt_trainer_hooks.generators import capture_generator, generator_type, is_same_state
@@ -50,8 +51,6 @@ __all__ = ["ItemKind", "TrainState", "is_tensor_entry"]
 
 _PATH_PART = re.compile(r"""\[['"](.*?)['"]\]|\[([^\]]*)\]""")
 
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _EXTRA_STATE = "_extra_state"  # torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
@@ -233,7 +232,7 @@ class _Flattening:
             fqn: tensor
             for found in (parameters, walked.buffers)
             for fqn, tensor in found.items()
-            if type(tensor) not in _PLAIN and is_made_of_parts(tensor)
+            if type(tensor) not in PLAIN_TENSORS and is_made_of_parts(tensor)
         }
         state = walked.entries
         if state is None or wrappers:  # hooks, or classes that have a say in what their state is
