@@ -150,7 +150,7 @@ osd data = {data}/osd
 mon cluster log file = {data}/cluster.log
 crash dir = {data}/crash
 [client.rgw]
-rgw frontends = beast endpoint=127.0.0.1:{port}
+rgw frontends = beast endpoint=127.0.0.1:{port} tcp_nodelay=1
 rgw enable ops log = false
 rgw thread pool size = 32
 rgw dns name = 127.0.0.1
