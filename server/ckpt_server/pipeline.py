@@ -14,7 +14,7 @@ from ckpt.clock import Clock
 from ckpt.errors import CkptError
 from ckpt.events import event, get_logger
 from ckpt.format.ids import CheckpointId
-from ckpt.ops.catalog import exists
+from ckpt.ops.catalog import exists, list_checkpoints
 from ckpt.ops.commit import CommitState, commit_delay_s, try_commit
 from ckpt.ops.groups import list_groups
 from ckpt.ops.identity import OTHER_RUN
@@ -40,6 +40,8 @@ _Status = staging_pb2.StepStatus
 _POLL_FIRST_S = 1.0
 _STAND_IN_FIRST_S = 5.0
 _POLL_MOST_S = 60.0
+# What a commit says where parts of a checkpoint that were in the store are there no more.
+_PARTS_GONE = frozenset({"deleted", "missing", "reference-gone"})
 # Around every step's priority, which begins with its attempt.
 _FIRST = (0,)
 
@@ -214,11 +216,29 @@ class Pipeline:
         def failed(error: CkptError) -> None:
             event(_log, logging.ERROR, "job.failed", run=run.key, checkpoint=ident, error=error)
             if ident is not None:
-                is_over = error.code == OTHER_RUN
+                is_over = self._is_over(run, ident, error)
                 state = _Status.STATE_ABANDONED if is_over else _Status.STATE_FAILED
                 self._table.update(run.key, ident, state=state, error=error)
 
         return Retried(work, waiting=waiting, failed=failed)
+
+    def _is_over(self, run: Run, ident: CheckpointId, error: CkptError) -> bool:
+        """Whether nothing can commit a failed step any more, nor needs to: retention may take it then.
+
+        Others have committed it while this server was away, and newer ones, and pruned it. All that this node
+        had was in the store, so nothing brings back what is gone. Where nothing newer is committed the step
+        may be what a run resumes from, out of the segments on its nodes: it stays.
+        """
+        if error.code == OTHER_RUN:
+            return True
+        record = self._table.get(run.key, ident)
+        if error.code not in _PARTS_GONE or record is None or not record.is_uploaded:
+            return False
+        try:
+            newest = next(list_checkpoints(run.store), None)
+        except CkptError:  # the next start of the server looks again
+            return False
+        return newest is not None and retention.overtaken(ident, [newest.ident])
 
     def _progress(self) -> None:
         self.progressed_at = self._clock.monotonic()

@@ -19,8 +19,9 @@ from ckpt.format import keys
 from ckpt.format.ids import CheckpointId
 from ckpt.ops.catalog import list_checkpoints
 from ckpt.storage.open import open_store
-from ckpt.storage.staging import StagingDir
+from ckpt.storage.staging import COMMITTED_NAME, StagingDir
 from ckpt_proto.v1 import staging_pb2
+from tests.support.builders import build_checkpoint, claim
 from tests.support.faultproxy import FaultProxy
 from tests.support.s3 import Ministack, Rclone
 from tests.support.sealing import World, make_world, seal
@@ -298,6 +299,50 @@ def test_overtaken_half_sealed_step_is_abandoned_after_its_grace(tmp_path: Path,
             server.wait_for(run_key, later)
             server.wait_for(run_key, ID, State.STATE_ABANDONED)
         eventually(lambda: server.staging.checkpoints(run_key) == [later], what="its folder is gone")
+
+
+def committed_by_others_and_pruned(server: Server, url: str) -> str:
+    """Step 10 is sealed and uploaded here; its commit by others and its prune were not seen; the run key."""
+    with server:
+        run_key = save(server, url, make_world(), ID)
+        server.wait_for(run_key, ID)
+        server.kill()
+    with contextlib.closing(open_store(url)) as store:
+        store.delete([info.key for info in store.list_keys("") if str(ID) in info.key])
+    (server.staging.checkpoint_dir(run_key, ID) / COMMITTED_NAME).unlink()
+    return run_key
+
+
+def test_what_others_committed_and_pruned_meanwhile_leaves_the_disk_after_its_grace(
+    tmp_path: Path, url: str
+) -> None:
+    later = CheckpointId(20, 1)
+    server = Server(tmp_path / "staging", "--abandon-grace", "0.5")
+    run_key = committed_by_others_and_pruned(server, url)
+    with contextlib.closing(open_store(url)) as store:
+        build_checkpoint(store, later.step)
+    with server:
+        status = server.wait_for(run_key, ID, State.STATE_ABANDONED)
+        assert status.error.code == "missing"
+        # Nothing newer is on this node yet.
+        assert server.staging.sealed_ranks(run_key, ID) == [0, 1]
+        newest = CheckpointId(30, 1)
+        save(server, url, make_world(), newest)
+        eventually(lambda: server.staging.checkpoints(run_key) == [newest], what="its folder is gone")
+
+
+def test_a_step_whose_objects_are_gone_stays_where_nothing_newer_is_committed(
+    tmp_path: Path, url: str
+) -> None:
+    server = Server(tmp_path / "staging", "--abandon-grace", "0.5")
+    run_key = committed_by_others_and_pruned(server, url)
+    with contextlib.closing(open_store(url)) as store:
+        claim(store)
+        claim(store, parent=ID)  # resumed from it, out of the segments on the nodes
+    with server:
+        status = server.wait_for(run_key, ID, State.STATE_FAILED)
+        assert status.error.code == "missing"
+        assert server.staging.sealed_ranks(run_key, ID) == [0, 1]
 
 
 def test_whole_way_over_s3(tmp_path: Path, s3_server: Ministack) -> None:
