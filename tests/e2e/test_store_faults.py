@@ -9,7 +9,8 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from ckpt.errors import CorruptError, UnavailableError
 from ckpt.format.ids import CheckpointId
 from ckpt.format.keys import MANIFESTS
 from ckpt.ops.catalog import candidates, latest, list_checkpoints, load_checkpoint
+from ckpt.ops.checkpoint import Checkpoint
 from ckpt.ops.fetch import fetch_tensor
 from ckpt.ops.groups import list_groups
 from ckpt.ops.verify import verify_deep
@@ -64,33 +66,57 @@ def pass_on(_method: str, _path: str) -> None:
     """No fault."""
 
 
-def serve(
-    tmp_path: Path, s3_server: Ministack, proxy: FaultProxy, *arguments: str, name: str = "staging"
-) -> Server:
-    environment = s3_server.env | {"AWS_ENDPOINT_URL": proxy.endpoint}
-    return Server(tmp_path / name, *arguments, environment=environment)
+@dataclass
+class Site:
+    """A run in the S3 server, with a world to save; ``proxy`` stands before the server.
+
+    Attributes:
+        world: what is saved; a test may put another.
+    """
+
+    url: str
+    folder: Path
+    s3_server: Ministack
+    proxy: FaultProxy
+    world: World = field(default_factory=make_world)
+
+    def serve(self, *arguments: str, name: str = "staging") -> Server:
+        """Return a staging server that knows the store by the proxy only."""
+        environment = self.s3_server.env | {"AWS_ENDPOINT_URL": self.proxy.endpoint}
+        return Server(self.folder / name, *arguments, environment=environment)
+
+    def save(
+        self, server: Server, ident: CheckpointId = ID, *, keep_last: int = 0, **store_options: str
+    ) -> str:
+        return save(server, self.url, self.world, ident, store_options=store_options, keep_last=keep_last)
+
+    def through_proxy(self) -> Store:
+        return open_store(self.url, self.s3_server.options | {"endpoint_url": self.proxy.endpoint})
+
+    def past_proxy(self) -> Store:
+        return open_store(self.url, self.s3_server.options)
+
+    def check_whole(self, store: Store, ident: CheckpointId = ID) -> None:
+        checkpoint = load_checkpoint(store, ident)
+        assert verify_deep(checkpoint) == []
+        self.check_tensors(checkpoint)
+
+    def check_tensors(self, checkpoint: Checkpoint) -> None:
+        for name, tensor in self.world.tensors.items():
+            assert fetch_tensor(checkpoint, name)[2] == tensor.tobytes()
+
+    def check_once(self) -> None:
+        store = self.past_proxy()
+        assert latest(store) == ID
+        assert [info.ident for info in list_checkpoints(store)] == [ID]
+        self.check_whole(store)
+        assert len(list(store.list_keys("data/"))) == self.world.size
+        store.close()
 
 
-def through(
-    url: str, s3_server: Ministack, proxy: FaultProxy, options: Mapping[str, str] | None = None
-) -> Store:
-    return open_store(url, s3_server.options | {"endpoint_url": proxy.endpoint} | dict(options or {}))
-
-
-def check_whole(store: Store, ident: CheckpointId, world: World) -> None:
-    checkpoint = load_checkpoint(store, ident)
-    assert verify_deep(checkpoint) == []
-    for name, tensor in world.tensors.items():
-        assert fetch_tensor(checkpoint, name)[2] == tensor.tobytes()
-
-
-def check_once(url: str, s3_server: Ministack, world: World) -> None:
-    store = open_store(url, s3_server.options)
-    assert latest(store) == ID
-    assert [info.ident for info in list_checkpoints(store)] == [ID]
-    check_whole(store, ID, world)
-    assert len(list(store.list_keys("data/"))) == world.size
-    store.close()
+@pytest.fixture
+def site(tmp_path: Path, s3_server: Ministack, proxy: FaultProxy) -> Site:
+    return Site(f"s3://{s3_server.make_bucket()}/run", tmp_path, s3_server, proxy)
 
 
 def retries(server: Server) -> float:
@@ -115,20 +141,14 @@ def retries(server: Server) -> float:
     ],
 )
 def test_step_is_committed_once_through_a_faulty_store(
-    tmp_path: Path,
-    s3_server: Ministack,
-    proxy: FaultProxy,
-    name: str,
-    fault: Fault,
+    site: Site, proxy: FaultProxy, name: str, fault: Fault
 ) -> None:
     """Cases I60, I96."""
-    world = make_world()
-    url = f"s3://{s3_server.make_bucket()}/run"
     proxy.fault = fault
-    with serve(tmp_path, s3_server, proxy) as server:
-        run_key = save(server, url, world, ID)
+    with site.serve() as server:
+        run_key = site.save(server)
         server.wait_for(run_key, ID, timeout_s=90)
-    check_once(url, s3_server, world)
+    site.check_once()
     tries = Counter(request for request in proxy.requests if request[0] == "PUT")
     assert max(tries.values()) <= MOST_TRIES
 
@@ -140,14 +160,12 @@ def test_step_is_committed_once_through_a_faulty_store(
     "status says denied, nothing is committed; afterwards committed once, whole",
 )
 def test_refused_credentials_are_shown_and_work_goes_on_when_they_are_good_again(
-    tmp_path: Path, s3_server: Ministack, proxy: FaultProxy
+    site: Site, proxy: FaultProxy
 ) -> None:
     """Case I94."""
-    world = make_world()
-    url = f"s3://{s3_server.make_bucket()}/run"
     proxy.fault = lambda method, path: 403 if "/data/" in path else None
-    with serve(tmp_path, s3_server, proxy) as server:
-        run_key = save(server, url, world, ID)
+    with site.serve() as server:
+        run_key = site.save(server)
 
         def code() -> str:
             with server.client() as client:
@@ -158,7 +176,7 @@ def test_refused_credentials_are_shown_and_work_goes_on_when_they_are_good_again
         eventually(lambda: code() == "denied", what="the reason is shown", timeout_s=60)
         proxy.fault = pass_on
         server.wait_for(run_key, ID, timeout_s=90)
-    check_once(url, s3_server, world)
+    site.check_once()
 
 
 @pytest.mark.fault(
@@ -167,16 +185,13 @@ def test_refused_credentials_are_shown_and_work_goes_on_when_they_are_good_again
     "proxy before a real S3 server",
     "committed once, whole, restored; no request is repeated, the server answers meanwhile",
 )
-def test_slow_link_takes_time_and_nothing_else(
-    tmp_path: Path, s3_server: Ministack, proxy: FaultProxy
-) -> None:
-    world = make_world(rows=512)
-    url = f"s3://{s3_server.make_bucket()}/run"
-    nbytes = sum(tensor.nbytes for tensor in world.tensors.values())
-    with serve(tmp_path, s3_server, proxy) as server:
+def test_slow_link_takes_time_and_nothing_else(site: Site, proxy: FaultProxy) -> None:
+    site.world = make_world(rows=512)
+    nbytes = sum(tensor.nbytes for tensor in site.world.tensors.values())
+    with site.serve() as server:
         proxy.rate = 1e6
         began = time.monotonic()
-        run_key = save(server, url, world, ID)
+        run_key = site.save(server)
         with server.client() as client:
             asked = time.monotonic()
             assert [step.state for step in client.status(run_key).steps] != [State.STATE_COMMITTED]
@@ -185,11 +200,11 @@ def test_slow_link_takes_time_and_nothing_else(
         assert time.monotonic() - began >= nbytes / proxy.rate
     puts = Counter(path for method, path in proxy.requests if method == "PUT" and "/probe/" not in path)
     assert max(puts.values()) == 1
-    slow = through(url, s3_server, proxy)
+    slow = site.through_proxy()
     began = time.monotonic()
-    check_whole(slow, ID, world)
+    site.check_whole(slow)
     assert time.monotonic() - began >= 2 * nbytes / proxy.rate
-    check_once(url, s3_server, world)
+    site.check_once()
 
 
 def asked(proxy: FaultProxy, prefix: str) -> int:
@@ -204,34 +219,30 @@ def asked(proxy: FaultProxy, prefix: str) -> int:
     "commit waits, then once; nothing newer is deleted; a restore gets a whole step or a named error",
     times=3,
 )
-def test_old_listings_delay_a_commit_and_delete_nothing(
-    tmp_path: Path, s3_server: Ministack, proxy: FaultProxy
-) -> None:
+def test_old_listings_delay_a_commit_and_delete_nothing(site: Site, proxy: FaultProxy) -> None:
     """Case I91."""
-    world = make_world()
-    url = f"s3://{s3_server.make_bucket()}/run"
-    reader = through(url, s3_server, proxy)
-    fresh = open_store(url, s3_server.options)
+    reader = site.through_proxy()
+    fresh = site.past_proxy()
     claim(fresh)
-    with serve(tmp_path, s3_server, proxy) as server:
-        run_key = save(server, url, world, ID, keep_last=1)
+    with site.serve() as server:
+        run_key = site.save(server, keep_last=1)
         server.wait_for(run_key, ID)
         proxy.first_answers.clear()
         assert list_groups(reader, SECOND).count is None
         assert latest(reader) == ID
         proxy.fault = lambda method, path: "stale" if "list-type=" in path else None
-        save(server, url, world, SECOND, keep_last=1)
+        site.save(server, SECOND, keep_last=1)
         index = f"index/{SECOND}/"
         eventually(lambda: asked(proxy, index) >= 2, what="it looks for the groups, in vain", timeout_s=60)
         assert [info.ident for info in list_checkpoints(fresh)] == [ID]
-        check_whole(reader, next(candidates(reader)), world)
+        site.check_whole(reader, next(candidates(reader)))
         proxy.fault = lambda method, path: "stale" if "list-type=" in path and "manifests" in path else None
         server.wait_for(run_key, SECOND, timeout_s=60)
         assert latest(reader) == ID, "the proxy still shows the old listing"
-        check_whole(reader, ID, world)
+        site.check_whole(reader)
         proxy.fault = pass_on
         third = CheckpointId(30, 1)
-        save(server, url, world, third, keep_last=1)
+        site.save(server, third, keep_last=1)
         server.wait_for(run_key, third, timeout_s=60)
         eventually(
             lambda: [info.ident for info in list_checkpoints(fresh)] == [third],
@@ -244,7 +255,7 @@ def test_old_listings_delay_a_commit_and_delete_nothing(
     assert caught.value.code == "stale-listing"
     proxy.fault = pass_on
     assert list(candidates(reader)) == [third]
-    check_whole(reader, third, world)
+    site.check_whole(reader, third)
 
 
 @pytest.mark.fault(
@@ -253,22 +264,18 @@ def test_old_listings_delay_a_commit_and_delete_nothing(
     "proxy before a real S3 server; `upload_checksum=sha256`",
     "the store refuses it, it is sent again; committed once, whole",
 )
-def test_upload_damaged_on_its_way_is_refused_and_sent_again(
-    tmp_path: Path, s3_server: Ministack, proxy: FaultProxy
-) -> None:
+def test_upload_damaged_on_its_way_is_refused_and_sent_again(site: Site, proxy: FaultProxy) -> None:
     """Case I96."""
-    world = make_world()
-    url = f"s3://{s3_server.make_bucket()}/run"
     damage = first_of_each("damage")
     proxy.fault = lambda method, path: (
         damage(method, path) if method == "PUT" and "/probe/" not in path else None
     )
-    with serve(tmp_path, s3_server, proxy, "--metrics-listen", "127.0.0.1:0") as server:
-        run_key = save(server, url, world, ID, store_options={"upload_checksum": "sha256"})
+    with site.serve("--metrics-listen", "127.0.0.1:0") as server:
+        run_key = site.save(server, upload_checksum="sha256")
         server.wait_for(run_key, ID, timeout_s=90)
-        assert retries(server) >= world.size
+        assert retries(server) >= site.world.size
         assert "damaged on the way" in server.log()
-    check_once(url, s3_server, world)
+    site.check_once()
 
 
 @pytest.mark.fault(
@@ -277,18 +284,14 @@ def test_upload_damaged_on_its_way_is_refused_and_sent_again(
     "proxy before a real S3 server",
     "`verify --deep` and every reader name object and chunk; no damaged byte is given out",
 )
-def test_upload_damaged_unseen_is_found_by_name(
-    tmp_path: Path, s3_server: Ministack, proxy: FaultProxy
-) -> None:
+def test_upload_damaged_unseen_is_found_by_name(site: Site, proxy: FaultProxy) -> None:
     """Case I124."""
-    world = make_world()
-    url = f"s3://{s3_server.make_bucket()}/run"
     damage = first_of_each("damage")
     is_hit = "segment-00001"
     proxy.fault = lambda method, path: damage(method, path) if is_hit in path else None
-    with serve(tmp_path, s3_server, proxy) as server:
-        server.wait_for(save(server, url, world, ID), ID, timeout_s=90)
-    checkpoint = load_checkpoint(open_store(url, s3_server.options), ID)
+    with site.serve() as server:
+        server.wait_for(site.save(server), ID, timeout_s=90)
+    checkpoint = load_checkpoint(site.past_proxy(), ID)
     (problem,) = verify_deep(checkpoint)
     assert (problem.code, is_hit in str(problem)) == ("digest", True)
     with pytest.raises(CorruptError) as caught:
@@ -303,14 +306,10 @@ def test_upload_damaged_unseen_is_found_by_name(
     "once: read again, whole; always: CorruptError with the object's name, no damaged byte given out",
     times=8,
 )
-def test_download_damaged_on_its_way_is_read_again(
-    tmp_path: Path, s3_server: Ministack, proxy: FaultProxy
-) -> None:
+def test_download_damaged_on_its_way_is_read_again(site: Site, proxy: FaultProxy) -> None:
     """Cases I96, I124."""
-    world = make_world()
-    url = f"s3://{s3_server.make_bucket()}/run"
-    with serve(tmp_path, s3_server, proxy) as server:
-        server.wait_for(save(server, url, world, ID), ID)
+    with site.serve() as server:
+        server.wait_for(site.save(server), ID)
     kinds = {"manifest": "/manifests/", "layout": "/layouts/", "group index": "/index/", "chunk": "/data/"}
     for kind, where in kinds.items():
         left = [2 if kind == "group index" else 1]
@@ -322,12 +321,11 @@ def test_download_damaged_on_its_way_is_read_again(
             return "damage"
 
         proxy.fault = once
-        checkpoint = load_checkpoint(through(url, s3_server, proxy), ID)
-        for name, tensor in world.tensors.items():
-            assert fetch_tensor(checkpoint, name)[2] == tensor.tobytes()
+        checkpoint = load_checkpoint(site.through_proxy(), ID)
+        site.check_tensors(checkpoint)
         proxy.fault = lambda method, path, where=where: "damage" if where in path else None  # type: ignore[misc]
         with pytest.raises(CorruptError) as caught:
-            fetch_tensor(load_checkpoint(through(url, s3_server, proxy), ID), "weight")
+            fetch_tensor(load_checkpoint(site.through_proxy(), ID), "weight")
         assert where.strip("/") in str(caught.value)
 
 
@@ -337,16 +335,13 @@ def test_download_damaged_on_its_way_is_read_again(
     "proxy before a real S3 server",
     "pauses double from 0.5 s, each with jitter; status, log and metrics show it; then committed once",
 )
-def test_retries_are_bounded_jittered_and_visible(
-    tmp_path: Path, s3_server: Ministack, proxy: FaultProxy
-) -> None:
+def test_retries_are_bounded_jittered_and_visible(site: Site, proxy: FaultProxy) -> None:
     """Case I98."""
-    world = make_world(groups=[[0]])
-    url = f"s3://{s3_server.make_bucket()}/run"
+    site.world = make_world(groups=[[0]])
     proxy.fault = lambda method, path: 503 if "/data/" in path else None
     tries = 3
-    with serve(tmp_path, s3_server, proxy, "--metrics-listen", "127.0.0.1:0") as server:
-        run_key = save(server, url, world, ID, store_options={"retries": "1"})
+    with site.serve("--metrics-listen", "127.0.0.1:0") as server:
+        run_key = site.save(server, retries="1")
         eventually(lambda: retries(server) >= tries, what="retries in the metrics", timeout_s=60)
         with server.client() as client:
             (step,) = client.status(run_key).steps
@@ -354,7 +349,7 @@ def test_retries_are_bounded_jittered_and_visible(
         log = server.log()
         proxy.fault = pass_on
         server.wait_for(run_key, ID, timeout_s=60)
-    check_once(url, s3_server, world)
+    site.check_once()
     pauses = [float(text) for text in re.findall(r"job\.retry .*delay_s=([0-9.]+)", log)][:tries]
     for number, pause_s in enumerate(pauses):
         assert 0.75 * 0.5 * 2**number - 0.001 <= pause_s <= 1.25 * 0.5 * 2**number + 0.001
@@ -369,12 +364,8 @@ def test_retries_are_bounded_jittered_and_visible(
     "two real servers, proxy before a real S3 server",
     "committed once; one knows that it won, the other that it lost; both report committed",
 )
-def test_racing_committers_who_both_lose_the_reply_commit_once(
-    tmp_path: Path, s3_server: Ministack, proxy: FaultProxy
-) -> None:
+def test_racing_committers_who_both_lose_the_reply_commit_once(site: Site, proxy: FaultProxy) -> None:
     """Two servers have all of the step (a node and who took it over), and put its manifest at once (I07)."""
-    world = make_world()
-    url = f"s3://{s3_server.make_bucket()}/run"
     meet = threading.Barrier(2)
     left = [2]
     lock = threading.Lock()
@@ -391,15 +382,15 @@ def test_racing_committers_who_both_lose_the_reply_commit_once(
 
     proxy.fault = fault
     with (
-        serve(tmp_path, s3_server, proxy, name="one") as one,
-        serve(tmp_path, s3_server, proxy, name="two") as two,
+        site.serve(name="one") as one,
+        site.serve(name="two") as two,
     ):
-        run_key = save(one, url, world, ID)
-        save(two, url, world, ID)
+        run_key = site.save(one)
+        site.save(two)
         for server in (one, two):
             server.wait_for(run_key, ID, timeout_s=90)
         won = re.findall(r"step\.committed .*won=(\w+)", one.log() + two.log())
     assert not meet.broken
     assert left == [0]
     assert sorted(won) == ["False", "True"]
-    check_once(url, s3_server, world)
+    site.check_once()
