@@ -6,7 +6,9 @@ chunk-sized piece is stored as an upload with compression would store it, and re
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Callable
 
 import torch
 from torch.nn import functional as F
@@ -18,7 +20,7 @@ from ckpt.format.segment import CHUNK_NBYTES
 from ckpt_proto.v1 import disk_pb2
 from examples.gpt import GPT, GPTConfig, TextStream
 
-__all__ = ["run", "trained_state"]
+__all__ = ["run", "trained_model", "trained_state"]
 
 _KINDS = ("weights", "exp_avg", "exp_avg_sq")
 
@@ -49,20 +51,31 @@ def run(options: Options) -> Report:
 
 def trained_state(steps: int, *, dim: int) -> dict[str, bytes]:
     """Return the bytes of weights and moments of a GPT after ``steps`` steps on the example's text."""
-    stream = TextStream(seed=0, batch=4, context=64)
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab=stream.vocab, dim=dim, heads=dim // 32, layers=6, hidden=4 * dim))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    for step in range(steps):
-        inputs, targets = stream.batch(step, 0, 1)
-        F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    model, optimizer, _ = trained_model(steps, dim=dim)
     parameters = list(model.parameters())
     tensors = {"weights": [p.detach() for p in parameters]}
     for kind in _KINDS[1:]:
         tensors[kind] = [optimizer.state[p][kind] for p in parameters]
     return {kind: b"".join(t.numpy().tobytes() for t in each) for kind, each in tensors.items()}
+
+
+def trained_model(steps: int, *, dim: int) -> tuple[GPT, torch.optim.Optimizer, Callable[[], None]]:
+    """Return a GPT after ``steps`` steps on the example's text, its AdamW, and what makes one step more."""
+    stream = TextStream(seed=0, batch=4, context=64)
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab=stream.vocab, dim=dim, heads=dim // 32, layers=6, hidden=4 * dim))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    numbers = itertools.count()
+
+    def step() -> None:
+        inputs, targets = stream.batch(next(numbers), 0, 1)
+        F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(steps):
+        step()
+    return model, optimizer, step
 
 
 def _store(data: bytes) -> tuple[int, float, float]:

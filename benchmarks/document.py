@@ -29,6 +29,7 @@ _ORDER = (
     "memory",
     "checksums",
     "codec",
+    "links",
 )
 
 

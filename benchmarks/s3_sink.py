@@ -32,6 +32,7 @@ class Sink:
 
     Attributes:
         pid: of the process.
+        port: on loopback.
     """
 
     def __enter__(self) -> Sink:
@@ -42,7 +43,7 @@ class Sink:
             text=True,
         )
         assert self._process.stdout is not None
-        self._port = int(self._process.stdout.readline())
+        self.port = int(self._process.stdout.readline())
         self.pid = self._process.pid
         return self
 
@@ -58,7 +59,7 @@ class Sink:
     @property
     def options(self) -> dict[str, str]:
         """Store options that lead here; keys are in ``environment``."""
-        return {"endpoint_url": f"http://127.0.0.1:{self._port}", "region": "us-east-1"}
+        return {"endpoint_url": f"http://127.0.0.1:{self.port}", "region": "us-east-1"}
 
     @staticmethod
     def environment() -> dict[str, str]:
