@@ -24,9 +24,9 @@ _BARS = {"first": "<= 1.10", "later": "<= 1.05"}
 
 
 def run(options: Options) -> Report:
-    """Processes are started anew a few times, so that there are several first saves."""
+    """Processes are started anew for every repeat: each has one first save."""
     nbytes = options.size(quick=24 << 20, full=256 << 20)
-    starts, later = (1, 1) if options.quick else (2, options.repeats(quick=1, full=4))
+    starts, later = options.repeats(quick=1, full=7), 1 if options.quick else 2
     report = Report(
         options.name("stall"),
         f"one rank, {nbytes >> 20} MiB state, {options.threads} compute threads, {options.place}",

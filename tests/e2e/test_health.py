@@ -13,7 +13,7 @@ from ckpt.format.peer import PeerNode
 from ckpt.storage.staging import RunConfig
 from ckpt_proto.v1 import staging_pb2
 from tests.support.cli import FAILED, Cli
-from tests.support.server import Server
+from tests.support.server import Server, eventually
 
 UNHEALTHY = 6
 URL = "file:///nowhere/run"
@@ -87,10 +87,9 @@ def test_newer_attempt_replaces_the_ranks_of_the_one_before(nodes: tuple[Server,
     tell(first, pulse(0), pulse(1), pulse(2, ended=staging_pb2.RankPulse.ENDED_DIED))
     cli = Cli(first.staging.path)
     assert cli.json("health", code=UNHEALTHY)["culprits"] == [2]
+    eventually(lambda: "rank.trouble state=dead" in first.log(), what="the server has looked")
     tell(first, pulse(0, attempt=2, world_size=1))
     tell(first, pulse(1))  # an old flusher that lives on
     found = cli.json("health")
     assert [(row["rank"], row["attempt"], row["state"]) for row in found["ranks"]] == [(0, 2, "ok")]
     assert cli.json("health", "--run", "file:///another/run")["verdict"] == "idle"
-    log = first.log()
-    assert "rank.trouble state=dead" in log

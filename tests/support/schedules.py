@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -189,8 +190,29 @@ Decide = Callable[[int, "str | None", tuple[str, ...], Mapping[str, str]], str]
 def run(store: Store, operations: Mapping[str, Operation], decide: Decide) -> History:
     """Carry out ``operations`` on ``store`` in the order that ``decide`` gives.
 
-    What an operation raises is noted, and up to the caller to judge.
+    What an operation raises is noted, and up to the caller to judge. What one would do in several threads it
+    does in order: else its own requests would have no order that could be tried again.
     """
+    with mock.patch("ckpt.ops.threads.ThreadPoolExecutor", _AtOnce):
+        return _run(store, operations, decide)
+
+
+class _AtOnce(Executor):
+    """Does what it is given at once, in the thread that gives it."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(fn(*args, **kwargs))
+        except BaseException as error:
+            done.set_exception(error)
+        return done
+
+
+def _run(store: Store, operations: Mapping[str, Operation], decide: Decide) -> History:
     stage, history = _Stage(), History()
     actors = [_Actor(name) for name in operations]
 
