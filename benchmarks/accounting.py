@@ -13,10 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["Cost", "Meter", "PeakMemory", "forget_cached", "sync_tree", "tree_cpu_s", "warm_cache"]
+__all__ = [
+    "Cost",
+    "Meter",
+    "PeakMemory",
+    "forget_cached",
+    "sync_tree",
+    "tree_cpu_s",
+    "wait_until_idle",
+    "warm_cache",
+]
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _CORES = os.cpu_count() or 1
+_LOOK_S = 0.3  # the counters go in steps of 10 ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +101,16 @@ def _busy_s() -> float:
     values = [int(v) for v in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:8]]
     user, nice, system, _idle, _iowait, irq, softirq = values
     return (user + nice + system + irq + softirq) / _TICKS
+
+
+def wait_until_idle(*, most_s: float = 20.0) -> None:
+    """Return when all processes together have used less than a tenth of a core for a third of a second."""
+    deadline = time.monotonic() + most_s
+    while time.monotonic() < deadline:
+        before = _busy_s()
+        time.sleep(_LOOK_S)
+        if _busy_s() - before < 0.1 * _LOOK_S:
+            return
 
 
 class PeakMemory:

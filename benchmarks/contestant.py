@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accounting import Cost, Meter
+from benchmarks.accounting import Cost, Meter, wait_until_idle
 from benchmarks.peers import PEERS, Peer, make_importable, missing
 from benchmarks.report import Report
 from benchmarks.training import Training, make_training
@@ -172,6 +172,8 @@ def contestants(
                 each.close()
                 continue
             running.append(each)
+        # Some go on in the background when they are ready: a first save would be measured beside that.
+        wait_until_idle()
         yield running
     finally:
         for each in running:

@@ -62,7 +62,7 @@ class TinySaves:
             nbytes = arena_nbytes(self._plan.save.nbytes, len(index), len(self._plan.layout_bytes))
             self._binding = Binding(self._plan, Arena(nbytes))
         clock.lap("bind")
-        copies = [self._binding.copies(flat.leaves, deferred=deferred) for deferred in (False, True)]
+        copies = self._binding.copies(flat.leaves)
         clock.lap("copies")
         for each in copies:
             each.run()

@@ -104,7 +104,15 @@ class PeerTier:
             self._count(error)
             return None
 
-    def read_into(self, parts: Sequence[memoryview], ident: CheckpointId, rank: int, start: int) -> bytes:
+    def read_into(
+        self,
+        parts: Sequence[memoryview],
+        ident: CheckpointId,
+        rank: int,
+        start: int,
+        *,
+        alone: bool = False,
+    ) -> bytes:
         if not self._holds(ident, rank):
             raise NotFoundError("the peer does not hold the segment", code=GIVEN_UP, rank=rank)
         try:

@@ -116,6 +116,7 @@ class Reader:
         plan: of :func:`ckpt.plan.read.plan_read` over ``checkpoint.layouts``.
         targets: where the bytes go.
         tiers: where copies are looked for before the store, nearest first.
+        alone: nobody else on this node reads what the plan names.
 
     Raises:
         CorruptError: no good index of a segment is left, or it contradicts the layout.
@@ -123,7 +124,13 @@ class Reader:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, plan: ReadPlan, targets: Targets, tiers: Sequence[Tier] = ()
+        self,
+        checkpoint: Checkpoint,
+        plan: ReadPlan,
+        targets: Targets,
+        tiers: Sequence[Tier] = (),
+        *,
+        alone: bool = False,
     ) -> None:
         self._targets = targets
         self._own = threading.local()
@@ -132,7 +139,7 @@ class Reader:
         self.chunks: list[ChunkRead] = []
 
         def planned(item: tuple[int, Sequence[PieceRead]]) -> list[ChunkRead]:
-            segment = SourceSegment(checkpoint, item[0], tiers)
+            segment = SourceSegment(checkpoint, item[0], tiers, alone=alone)
             check_chunk_table(segment.index)
             entries = {entry.name: entry for entry in segment.index.tensors}
             found = plan_chunks(entries, item[1], segment.index.chunks.chunk_nbytes, segment.index.nbytes)

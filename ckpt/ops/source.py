@@ -53,13 +53,17 @@ class SourceSegment:
         checkpoint: that the segment belongs to.
         rank: the source rank.
         tiers: where copies are looked for before the store, nearest first.
+        alone: nobody else on this node reads the segment.
 
     Raises:
         CorruptError: no index is left.
     """
 
-    def __init__(self, checkpoint: Checkpoint, rank: int, tiers: Sequence[Tier]) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, rank: int, tiers: Sequence[Tier], *, alone: bool = False
+    ) -> None:
         self._checkpoint = checkpoint
+        self._alone = alone
         self.rank = rank
         self._tiers: Sequence[Tier] = ()  # from the nearest that has it on
         for position, tier in enumerate(tiers):
@@ -111,7 +115,7 @@ class SourceSegment:
     def _read_from(self, tier: Tier, number: int, parts: Sequence[memoryview]) -> bool:
         start, _ = chunk_range(number, self.index.nbytes, self.index.chunks.chunk_nbytes)
         try:
-            found = tier.read_into(parts, self._checkpoint.ident, self.rank, start)
+            found = tier.read_into(parts, self._checkpoint.ident, self.rank, start, alone=self._alone)
             self._compare(found, self.index, number, tier.name)
         except CkptError as error:
             if error.code != GIVEN_UP:

@@ -14,6 +14,7 @@ from typing import Protocol
 from ckpt.errors import CkptError, CorruptError, NotFoundError, UnavailableError
 from ckpt.events import event, get_logger
 from ckpt.format.ids import CheckpointId, same_run
+from ckpt.storage.direct import O_DIRECT
 from ckpt.storage.own_file import open_own
 from ckpt.storage.peerfile import replicas_dir
 from ckpt.storage.scattered import read_parts_at
@@ -44,8 +45,22 @@ class Tier(Protocol):
         Reports what is damaged, and raises nothing: the next tier may have it.
         """
 
-    def read_into(self, parts: Sequence[memoryview], ident: CheckpointId, rank: int, start: int) -> bytes:
+    def read_into(
+        self,
+        parts: Sequence[memoryview],
+        ident: CheckpointId,
+        rank: int,
+        start: int,
+        *,
+        alone: bool = False,
+    ) -> bytes:
         """Fill ``parts``, one after another, with the segment's bytes from ``start`` on.
+
+        Args:
+            parts: memory to fill.
+            ident, rank: which segment.
+            start: in it.
+            alone: nobody else on this node wants them: they need not stay in its page cache.
 
         Returns:
             Their digest as they stand in ``parts``; the caller compares it.
@@ -90,11 +105,24 @@ class LocalTier:
             )
             return None
 
-    def read_into(self, parts: Sequence[memoryview], ident: CheckpointId, rank: int, start: int) -> bytes:
+    def read_into(
+        self,
+        parts: Sequence[memoryview],
+        ident: CheckpointId,
+        rank: int,
+        start: int,
+        *,
+        alone: bool = False,
+    ) -> bytes:
         path = self._staging.segment_path(self._run_key, ident, rank)
+
+        def past_cache() -> int:
+            return open_own(self._staging.path, path, os.O_RDONLY | O_DIRECT)
+
+        direct = past_cache if alone and O_DIRECT else None
         try:
             with os.fdopen(open_own(self._staging.path, path), "rb", buffering=0) as file:
-                count, found = read_parts_at(file.fileno(), start, parts)
+                count, found = read_parts_at(file.fileno(), start, parts, past_cache=direct)
         except FileNotFoundError as error:
             raise NotFoundError("local segment is gone", path=path) from error
         except OSError as error:

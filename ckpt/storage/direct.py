@@ -27,6 +27,7 @@ from ckpt.storage.staging import os_errors
 
 __all__ = [
     "BLOCK_NBYTES",
+    "O_DIRECT",
     "ChunkReader",
     "DirectFile",
     "WriteReport",
@@ -37,7 +38,7 @@ __all__ = [
 ]
 
 BLOCK_NBYTES = 4096  # alignment of O_DIRECT addresses, offsets and lengths; enough for every common device
-_O_DIRECT = getattr(os, "O_DIRECT", 0)  # absent on macOS, where everything is buffered
+O_DIRECT = getattr(os, "O_DIRECT", 0)  # absent on macOS, where everything is buffered
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EINTR}
 
@@ -72,9 +73,9 @@ class DirectFile:
         opener: Callable[[int], int] | None = None,
     ) -> None:
         open_with = opener or (lambda flags: os.open(path, flags | os.O_CLOEXEC, 0o600))
-        self._direct = bool(direct and _O_DIRECT)
+        self._direct = bool(direct and O_DIRECT)
         try:
-            self.fd = open_with(flags | (_O_DIRECT if self._direct else 0))
+            self.fd = open_with(flags | (O_DIRECT if self._direct else 0))
         except OSError as error:
             if not self._direct or error.errno != errno.EINVAL:
                 raise
@@ -145,7 +146,7 @@ class DirectFile:
     def _go_buffered(self) -> None:
         if self._direct:
             flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
-            fcntl.fcntl(self.fd, fcntl.F_SETFL, flags & ~_O_DIRECT)
+            fcntl.fcntl(self.fd, fcntl.F_SETFL, flags & ~O_DIRECT)
             self._direct = False
 
 

@@ -54,8 +54,7 @@ def take(state: TrainState) -> Taken:
     plan = plan_snapshot(flat.leaves, 0)
     with Arena(max(1, arena_nbytes(plan.save.nbytes, 0, 0))) as arena:
         binding = Binding(plan, arena)
-        for deferred in (False, True):
-            copies = binding.copies(flat.leaves, deferred=deferred)
+        for copies in binding.copies(flat.leaves):
             copies.run()
             copies.check_unchanged()
         image = bytes(arena.view[: plan.save.nbytes])

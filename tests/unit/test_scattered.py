@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import random
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.digest import digest
+from ckpt.storage.direct import O_DIRECT
 from ckpt.storage.scattered import PartsFiller, copy_into, read_parts_at
 
 _NBYTES = (3 << 20) + 517
@@ -44,17 +46,57 @@ def test_what_is_read_and_its_digest_are_the_file_s(tmp_path: Path, shift: int, 
         os.close(fd)
 
 
+@pytest.mark.parametrize("past", ["the cache", "nothing", "a flag that is refused"])
 @pytest.mark.parametrize("kept_nbytes", [0, 1 << 20, (1 << 20) + 8192])
-def test_pages_that_are_not_cached_are_read_as_well(tmp_path: Path, kept_nbytes: int) -> None:
+def test_pages_that_are_not_cached_are_read_as_well(tmp_path: Path, kept_nbytes: int, past: str) -> None:
     content = random.Random(7).randbytes(_NBYTES)
-    (tmp_path / "file").write_bytes(content)
-    fd = os.open(tmp_path / "file", os.O_RDONLY)
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    opened = []
+
+    def past_cache() -> int:
+        if past != "the cache":
+            raise OSError(errno.EINVAL, "no direct reads here")
+        opened.append(os.open(path, os.O_RDONLY | O_DIRECT))
+        return opened[-1]
+
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)  # dirty pages cannot be dropped
+        for start in (0, 3):
+            os.posix_fadvise(fd, kept_nbytes, 0, os.POSIX_FADV_DONTNEED)
+            whole, parts = _parts(
+                [1000] * 700 + [_NBYTES - 700_000 - start], 64
+            )  # more than fit into one call
+            found = read_parts_at(fd, start, parts, past_cache=None if past == "nothing" else past_cache)
+            assert found == (_NBYTES - start, digest(content[start:]))
+            assert bytes(whole) == content[start:]
         os.posix_fadvise(fd, kept_nbytes, 0, os.POSIX_FADV_DONTNEED)
-        whole, parts = _parts([1000] * 700 + [_NBYTES - 700_000], 64)  # more than fit into one call
-        assert read_parts_at(fd, 0, parts) == (_NBYTES, digest(content))
-        assert bytes(whole) == content
+        _, parts = _parts([_NBYTES, 10], 0)
+        assert read_parts_at(fd, 9, parts, past_cache=past_cache)[0] == _NBYTES - 9  # short at the end
+    finally:
+        os.close(fd)
+    for direct in opened:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(direct)
+
+
+def test_what_one_process_alone_wants_does_not_stay_in_the_page_cache(tmp_path: Path) -> None:
+    """The path of a restart: the flusher wrote the segment past the cache."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(_NBYTES))
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        _, parts = _parts([_NBYTES], 64)
+        try:
+            os.close(os.open(path, os.O_RDONLY | O_DIRECT))
+        except OSError:
+            pytest.skip("this file system has no direct reads")
+        read_parts_at(fd, 0, parts, past_cache=lambda: os.open(path, os.O_RDONLY | O_DIRECT))
+        with pytest.raises(BlockingIOError):
+            os.preadv(fd, [bytearray(4096)], 1 << 20, os.RWF_NOWAIT)
     finally:
         os.close(fd)
 

@@ -39,7 +39,7 @@ class _Taking:
         plan = plan_snapshot(flat.leaves, 0)
         arena = Arena(arena_nbytes(plan.save.nbytes, 0, 0))
         binding = Binding(plan, arena)
-        volatile, deferred = (binding.copies(flat.leaves, deferred=later) for later in (False, True))
+        volatile, deferred = binding.copies(flat.leaves)
         starts = {array.name: array.start for array in plan.save.arrays}
         capture = Capture(volatile, deferred, lambda error: taking._told(error))
         taking = cls(arena, capture, starts)

@@ -170,9 +170,10 @@ class SavePipeline:
         with self._lock:
             self._handles[self._sequence] = handle
         self._arena_free = handle.local_completion
+        volatile, deferred = binding.copies(flat.leaves)
         capture = Capture(
-            binding.copies(flat.leaves, deferred=False),
-            binding.copies(flat.leaves, deferred=True),
+            volatile,
+            deferred,
             lambda error: self._captured(handle, flush, error),
             after=None if audit is None else lambda: _fill_in(audit, binding, flush),
             **self._witness(ident, plan, flat),

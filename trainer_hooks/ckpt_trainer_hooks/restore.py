@@ -23,7 +23,7 @@ from ckpt.ops.commit import publish_complete
 from ckpt.ops.fetch import FetchStats, Reader
 from ckpt.ops.identity import require_own
 from ckpt.ops.tiers import LOCAL, PEER, REMOTE, REPLICA, Tier, tier_index
-from ckpt.plan.read import plan_read
+from ckpt.plan.read import ReadPlan, plan_read
 from ckpt.storage.base import Store
 from ckpt.storage.open import open_store
 from ckpt_proto.v1 import common_pb2, disk_pb2
@@ -301,11 +301,18 @@ class Restorer:
         with self.agreement.together("index"), collector_paused():
             plan = plan_read(checkpoint.layouts, targets.wants)
             written = TensorTargets(targets.tensors)
-            reader = Reader(checkpoint, plan, written, self._tiers)
+            reader = Reader(
+                checkpoint, plan, written, self._tiers, alone=self._reads_own_only(checkpoint, plan)
+            )
         with self.agreement.together("read"):
             fetch_shared(reader, self.agreement, share=self.share_reads)
         written.mark_written()
         return reader.stats
+
+    def _reads_own_only(self, checkpoint: Checkpoint, plan: ReadPlan) -> bool:
+        """Whether this rank reads its own segment, and the others, who are as many as at the save, theirs."""
+        is_same = checkpoint.manifest.world_size == self.agreement.world_size
+        return is_same and plan.by_rank.keys() == {self.agreement.rank}
 
     def _restore_rng(self, checkpoint: Checkpoint, saved: list[dict[str, Any]]) -> None:
         saved_world, first = checkpoint.manifest.world_size, saved[0]

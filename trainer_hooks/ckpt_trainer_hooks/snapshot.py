@@ -139,26 +139,24 @@ class Binding:
         self._targets = [targets.get(layout.name) for layout in plan.layouts]
 
     @collector_paused()
-    def copies(self, leaves: Sequence[Leaf], *, deferred: bool) -> Copies:
-        """Return the copies of the leaves whose ``deferred`` is as asked for, with their versions now.
+    def copies(self, leaves: Sequence[Leaf]) -> tuple[Copies, Copies]:
+        """Return what must be copied at once, and what may be copied until the next optimizer step.
 
         Args:
-            leaves: of the plan, in its order.
-            deferred: see above.
+            leaves: of the plan, in its order; with their versions as of now.
         """
-        chosen = [
-            (target, leaf.placed.local)
-            for target, leaf in zip(self._targets, leaves, strict=True)
-            if target is not None and leaf.deferred is deferred
-        ]
-        watched = [source for _, source in chosen]
-        return Copies(
-            names=[target.name for target, _ in chosen],
-            targets=[target.array for target, _ in chosen],
-            sources=[_part(source, target) for target, source in chosen],
-            watched=watched,
-            versions=[version_of(source) for source in watched],
-        )
+        found = Copies([], [], [], [], []), Copies([], [], [], [], [])
+        for target, leaf in zip(self._targets, leaves, strict=True):
+            if target is None:
+                continue
+            local = leaf.placed.local
+            copies = found[leaf.deferred]
+            copies.names.append(target.name)
+            copies.targets.append(target.array)
+            copies.sources.append(_part(local, target))
+            copies.watched.append(local)
+            copies.versions.append(version_of(local))
+        return found
 
 
 def _target(flat: torch.Tensor, array: StoredArray) -> _Target:
