@@ -121,7 +121,7 @@ class PeakMemory:
 
     def __init__(self, *roots: int) -> None:
         self._roots = roots or (os.getpid(),)
-        self.extra_nbytes = 0
+        self.peak_nbytes = self.extra_nbytes = 0
 
     def _now(self) -> int:
         return sum(map(_anonymous_nbytes, _tree(self._roots))) + _shared_nbytes()
@@ -142,7 +142,8 @@ class PeakMemory:
     ) -> None:
         self._stop.set()
         self._thread.join()
-        self.extra_nbytes = max(self._peak, self._now()) - self._before
+        self.peak_nbytes = max(self._peak, self._now())
+        self.extra_nbytes = self.peak_nbytes - self._before
 
 
 def _anonymous_nbytes(pid: int) -> int:

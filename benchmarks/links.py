@@ -28,11 +28,11 @@ from tests.support.faultproxy import FaultProxy
 
 __all__ = ["run"]
 
-_RATES: tuple[float | None, ...] = (10e6, 50e6, None)
+_RATES: tuple[float | None, ...] = (20e6, 100e6, None)
 """Bytes per second; None: loopback, with nothing between."""
 _URL = "s3://bench/run"
 _MODES = ("off", "on", "auto")
-_WARM = 3  # saves before the one that counts
+_WARM = 2  # saves before the one that counts
 
 
 @dataclass(frozen=True, slots=True)

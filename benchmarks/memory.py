@@ -1,7 +1,8 @@
 """Host memory that a save and a restore take beyond the state itself.
 
 Private memory of the process and all it started, plus shared memory (so pages that two processes map count
-once), at the peak; over the bytes of the state. One at a time: shared memory is that of the whole machine.
+once), at the peak of two saves with training between them, set-up included; less the peak of the training
+alone; over the bytes of the state. One at a time: shared memory is that of the whole machine.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from benchmarks.accounting import PeakMemory, sync_tree
 from benchmarks.contestant import Contestant, ContestantError, Stage
 from benchmarks.options import Options
 from benchmarks.peers import PEERS, SAVERS, missing
-from benchmarks.peers.ours import NO_LIBRARY
+from benchmarks.peers.ours import NO_LIBRARY, Nothing
 from benchmarks.report import Report
 from benchmarks.training import state_nbytes
 
@@ -33,7 +34,7 @@ def run(options: Options) -> Report:
     report = Report(options.name("memory"), f"one rank, {nbytes >> 20} MiB state, {options.place}")
     shares: dict[str, list[float]] = {}
     with options.folder() as root:
-        for number, title in enumerate(options.chosen(TITLES)):
+        for number, title in enumerate([Nothing.title, *options.chosen(TITLES)]):
             if absent := missing(PEERS[title]):
                 report.absent(title, "not installed: " + ", ".join(absent))
                 continue
@@ -52,10 +53,10 @@ def run(options: Options) -> Report:
 
 
 def _tabulate(report: Report, found: dict[str, list[float]]) -> None:
-    share = None
-    for title, (state, save, load) in found.items():
-        if share is None:
-            share = report.add("the state", [state / _MIB], unit="MiB")
+    state, alone, _ = found.pop(Nothing.title)
+    share = report.add("the state", [state / _MIB], unit="MiB")
+    for title, (_, peak, load) in found.items():
+        save = peak - alone
         is_ours = title.startswith("ckpt")
         report.add(
             f"{title}: save",
@@ -71,18 +72,18 @@ def _tabulate(report: Report, found: dict[str, list[float]]) -> None:
 
 
 def saves_and_loads(stage: Stage) -> dict[str, list[float]]:
-    """Bytes of the state, peak extra bytes of saves, and of a restore (-1 where it cannot restore)."""
+    """Bytes of the state, of all memory at the peak, and extra of a restore (-1 where it cannot restore)."""
     with PeakMemory(os.getpid()) as saving:
         paths = [_save(stage) for _ in range(2)]
     load = -1.0
-    if "sealed" not in stage.peer.title:
+    if "sealed" not in stage.peer.title and stage.peer.title != Nothing.title:
         stage.peer.before_load(paths[-1])
         stage.peer.load(paths[-1])  # the first one imports modules and starts threads
         stage.peer.before_load(paths[-1])
         with PeakMemory(os.getpid()) as loading:
             stage.peer.load(paths[-1])
         load = float(loading.extra_nbytes)
-    return {"sizes": [float(state_nbytes(stage.training)), float(saving.extra_nbytes), load]}
+    return {"sizes": [float(state_nbytes(stage.training)), float(saving.peak_nbytes), load]}
 
 
 def _save(stage: Stage):  # type: ignore[no-untyped-def]
