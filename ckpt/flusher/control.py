@@ -117,7 +117,7 @@ class Flusher:
                 # Received after the poll, so that what the trainer said before it died is not lost.
                 if not self._trainer_gone and (not self._receive_all() or trainer in ready):
                     self._trainer_gone = True
-                    self._leaving_at = self._leaving_at or self._clock.monotonic()
+                    self._leave()
                     event(_log, logging.INFO, "flusher.trainer_gone", unwritten=self._unwritten)
                     self._tell_end(closed=False)
                     for fd in (self._control.fileno(), trainer):
@@ -130,6 +130,13 @@ class Flusher:
                 self._heartbeat.stop()
 
     # --- when to leave ---
+
+    def _leave(self) -> None:
+        """No more flushes can come. What is not written yet has its arena; nothing else needs the memory, and
+        the trainer that comes next on this node makes one of its own.
+        """
+        self._leaving_at = self._leaving_at or self._clock.monotonic()
+        self._arena = None
 
     def _is_done(self) -> bool:
         if self._leaving_at is None:
@@ -194,7 +201,7 @@ class Flusher:
                 self._jobs.put((message.flush, self._arena))
             elif kind == "close":
                 self._close = message.close
-                self._leaving_at = self._leaving_at or self._clock.monotonic()
+                self._leave()
                 self._tell_end(closed=True)
         except (DecodeError, CkptError, OSError) as error:
             event(_log, logging.ERROR, "flusher.bad_message", error=error)

@@ -308,6 +308,20 @@ def test_close_without_waiting_seals_what_was_handed_over(staging: StagingDir) -
     assert watched.deaths.empty()
 
 
+def test_arena_is_given_back_as_soon_as_no_more_flushes_can_come(staging: StagingDir) -> None:
+    """The trainer that comes next on this node makes an arena of its own, and two might not fit."""
+    watched = Watched(staging, RUN_KEY, orphan_timeout_s=WAIT_S)
+    try:
+        maps = Path(f"/proc/{watched.process.pid}/maps")
+        assert watched.seal(make_snapshot(rows=10)).state == State.STATE_SEALED
+        assert "ckpt-arena" in maps.read_text()
+        watched.process.close(wait=False)
+        wait_for(lambda: "ckpt-arena" not in maps.read_text(), "the arena is unmapped")
+        assert not _is_zombie(watched.process.pid)  # it goes on trying the server
+    finally:
+        stop(watched.process.pid)
+
+
 def test_absent_server_is_a_warning_and_no_failure(staging: StagingDir, watched: Watched) -> None:
     """Case I62."""
     assert watched.seal(make_snapshot(rows=10)).state == State.STATE_SEALED

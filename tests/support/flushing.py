@@ -22,7 +22,9 @@ State = flusher_pb2.FlusherEvent
 class Watched:
     """A FlusherProcess whose events and death wait in queues."""
 
-    def __init__(self, staging: StagingDir, run_key: str, *, server: str = NOBODY) -> None:
+    def __init__(
+        self, staging: StagingDir, run_key: str, *, server: str = NOBODY, orphan_timeout_s: float = 1.0
+    ) -> None:
         self.events: queue.Queue[flusher_pb2.FlusherEvent] = queue.Queue()
         self.deaths: queue.Queue[int] = queue.Queue()
         self.process = FlusherProcess(
@@ -32,7 +34,7 @@ class Watched:
             on_event=self.events.put,
             on_death=self.deaths.put,
             close_timeout_s=30.0,
-            orphan_timeout_s=1.0,
+            orphan_timeout_s=orphan_timeout_s,
         )
 
     def next(self, *states: int) -> flusher_pb2.FlusherEvent:
