@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from benchmarks.tiny import STEPS, TinySaves
-from ckpt.collector import collector_paused
+from ckpt.collector import collector_paused, heap_set_aside
 from tests.support.bits import assert_same_bits
 from tests.support.snapshot_trip import put_back, take, train_state
 
@@ -73,6 +74,31 @@ def test_very_many_tensors_come_back_by_bits() -> None:
     source, live = model(0), model(1)
     put_back(take(train_state(model=source)), train_state(model=live))
     assert_same_bits(dict(live.named_buffers()), dict(source.named_buffers()))
+
+
+def test_heap_that_is_set_aside_is_not_looked_at_and_comes_back() -> None:
+    class Node:
+        pass
+
+    old, new = Node(), Node()
+    old.itself, new.itself = old, new  # type: ignore[attr-defined]
+    gone_old, gone_new = weakref.ref(old), weakref.ref(new)
+    del new
+    gc.collect()
+    assert gone_new() is None  # what is collected outside
+    with heap_set_aside():
+        del old
+        new = Node()
+        new.itself = new  # type: ignore[attr-defined]
+        gone_new = weakref.ref(new)
+        del new
+        with heap_set_aside():
+            gc.collect()
+        assert gone_new() is None
+        assert gone_old() is not None
+    assert gc.get_freeze_count() == 0
+    gc.collect()
+    assert gone_old() is None
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.collector import collector_paused
+from ckpt.collector import collector_paused, heap_set_aside
 from ckpt.digest import digest_hex
 from ckpt.errors import CkptError, CorruptError, InvalidInputError, NotFoundError, RefusedError
 from ckpt.events import event, get_logger
@@ -185,6 +185,7 @@ class Restorer:
 
         self.agreement.decide("pending", on_rank_0)
 
+    @heap_set_aside()
     def _restore_one(self, store: Store, choice: Choice) -> None:
         started = time.perf_counter()
         self.timer.enter("locate")
