@@ -32,8 +32,8 @@ def heap_set_aside() -> Iterator[None]:
     """In the block collections look at what was made in it, and not at all that there is; also a decorator.
 
     For work of any length, in which garbage must be collected: the collector, held up while a restore was
-    planned, went over the whole heap while it read, 150 to 300 ms. Nests. Somebody else's frozen heap stays
-    as it is (``gc.unfreeze`` would thaw that as well).
+    planned, now and then went over the whole heap while it read, 115 to 205 ms. Nests. Somebody else's frozen
+    heap stays as it is (``gc.unfreeze`` would thaw that as well).
     """
     if gc.get_freeze_count():
         yield
