@@ -172,15 +172,15 @@ class _ReadAhead:
 
 def _is_cached(fd: int, start: int, stop: int) -> bool:
     """Whether these bytes are in the page cache. A look, by mincore(2): to read without waiting would make
-    the kernel read ahead, and single pages in the cache make later copies out of it half as fast.
+    the kernel read ahead, and so fill the cache.
     """
-    begin = start - start % _PAGE
+    begin = start - start % mmap.PAGESIZE  # of this kernel: 64 KiB on some
     try:
         mapped = mmap.mmap(fd, stop - begin, prot=mmap.PROT_READ, offset=begin)
-    except ValueError:  # the file is shorter: whoever reads it will say so
+    except (ValueError, OSError):  # the file is shorter, or cannot be mapped: whoever reads it will say so
         return True
     with mapped:
-        pages = np.empty(-(-(stop - begin) // _PAGE), np.uint8)
+        pages = np.empty(-(-(stop - begin) // mmap.PAGESIZE), np.uint8)
         address = np.frombuffer(mapped, np.uint8).ctypes.data
         failed = _LIBC.mincore(
             ctypes.c_void_p(address), ctypes.c_size_t(stop - begin), ctypes.c_void_p(pages.ctypes.data)
